@@ -144,6 +144,15 @@ def in_halves(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def joined(x, low):
+    """x + low in fp32, where low may be None."""
+    if low is None:
+        return x.to(tl.float32)
+    else:
+        return x.to(tl.float32) + low.to(tl.float32)
+
+
+@triton.jit
 def store_halves(x_ptr, low_ptr, b_x, o_row, o_col, stride, n_row, n_col):
     """`store_tile`, and the low half where there is a place for it."""
     if low_ptr is not None:
@@ -160,6 +169,20 @@ def dot_halves(a, a_low, b, b_low, acc=None):
     if b_low is not None:
         acc = dot(a, b_low, acc)
     return dot(a, b, acc)
+
+
+@triton.jit
+def dot_as(a, b, acc, precision: tl.constexpr):
+    """`dot`, or with "halves" each operand of fp32 as two numbers of bf16, 16 bits together."""
+    if precision == "halves":
+        a_low, b_low = None, None
+        if a.dtype == tl.float32:
+            a, a_low = in_halves(a, tl.bfloat16)
+        if b.dtype == tl.float32:
+            b, b_low = in_halves(b, tl.bfloat16)
+        return dot_halves(a, a_low, b, b_low, acc)
+    else:
+        return dot(a, b, acc, precision)
 
 
 @triton.jit
@@ -237,6 +260,17 @@ def chunk_of(pid, cu_ptr, chunks_ptr, T, HV: tl.constexpr, BT: tl.constexpr):
         first = i_c // NT * T + i_c % NT * BT
         n_t = (T - i_c % NT * BT).to(tl.int32)
     return i_h, i_c, first, n_t
+
+
+@triton.jit
+def channels_of(cu_ptr, chunks_ptr, T, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    """What a program of a grid (NT * D / BD) works on: BD of the D numbers of a chunk's tokens.
+
+    Returns what `chunk_of` says of the chunk, the numbers of its tokens, and which of the D.
+    """
+    ND: tl.constexpr = (D + BD - 1) // BD
+    i_d, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, ND, BT)
+    return i_c, first, n_t, tl.arange(0, BT), i_d * BD + tl.arange(0, BD)
 
 
 @triton.jit

@@ -55,6 +55,8 @@ def gated(K, V, dtype, C, channels=False, chunks=1):
     vars(r).update((n, x) for some, x in names.items() for n in some.split())
     r.halved = by_kind.gdn_halves(kind).takes == "halves"
     r.halves, r.low = (r.P, r.A), (r.v, r.v)
+    given = by_kind.kda_halves(kind._replace(dtype=torch.bfloat16)).takes == "halves"
+    r.fine = given and dtype == torch.float32
     return r
 
 

@@ -205,6 +205,8 @@ KDA = (
     ({"packed": True, "dtype": torch.bfloat16}, None, -5.0, "P A", ""),
     ({"gate": ("dt_bias",), "dtype": torch.bfloat16}, -5.0, None, ALL_KEPT, ""),
     ({"gate": ("A_log",), "dtype": torch.bfloat16}, None, None, ROWS_KEPT, ""),
+    ({"halves": True, "dtype": torch.bfloat16}, None, None, "P A", ""),
+    ({"halves": True, "packed": True, "dtype": torch.bfloat16}, None, None, ALL_KEPT, ""),
 )
 
 
@@ -216,14 +218,16 @@ KINDS += [(*each, True) for each in every(KDA) if FULL or each[1] in (KDA[1], KD
 def test_chunk_kda(impl, options, gates, device):
     """And GDN-2, which has the same composition."""
     given, bound, safe, save, keep = options
-    tensors, packing = kda_arguments(device, **given)
+    halves = given.get("halves", False)
+    tensors, packing = kda_arguments(device, **{n: x for n, x in given.items() if n != "halves"})
     wants_state = tensors[-1] is not None
-    chunk, fused = kda.chunk, 2 * ((save, keep) in (("P A", ""), (ROWS_KEPT, "")))
+    fused = 2 * (not halves and (save, keep) in (("P A", ""), (ROWS_KEPT, "")))
+    chunk = kda.chunk
     if gates:
         q, k, v, g, beta, *rest = tensors
         given = gdn_checks.gated({"q": q.expand(-1, -1, HV, -1), "v": v, "beta": beta})
         chunk, tensors = gdn2.chunk, (q, k, v, g, given["b"], given["w"], *rest)
-    numbers, form = (*packing, 0.5, bound, safe), (16, fused, "", impl, keep)
+    numbers, form = (*packing, 0.5, bound, safe), (16, fused, halves, "", impl, keep)
     compiled = packed_one(impl, options, KDA)
     check(chunk, *tensors, *numbers, wants_state, *form, save, compiled=compiled)
     check_shapes(chunk, *tensors, *numbers, not wants_state, *form, "")

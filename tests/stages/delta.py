@@ -48,6 +48,31 @@ def narrow(r):
     return r.width < 8
 
 
+def fine(r):
+    """Whether stages with a gate for each channel take these heads in halves of bfloat16."""
+    return r.fine
+
+
+def halved(f):
+    """The call in halves."""
+
+    def of(r):
+        args, named = f(r)
+        return args, named | {"precision": "halves"}
+
+    return of
+
+
+def in_16(f):
+    """The call in halves with what a user gives, and dO, in bfloat16."""
+
+    def rounded(r):
+        given = {n: getattr(r, n).bfloat16() for n in ("q", "k", "v", "do")}
+        return halved(f)(SimpleNamespace(**vars(r) | given))
+
+    return rounded
+
+
 _kda_intra_bwd = call("q k beta gc dP dL dqg dkb dkg dgl dbeta")
 
 STAGES = [
@@ -135,6 +160,27 @@ STAGES = [
           more=[call("q k v - beta", **{**LAYER, "gk": "k"}, write="write", **POOL)]),
     Stage("delta/recurrent", "gdn2",
           call("q k v - beta v h0", gk="g", write="write", initial_state="h0"), "recurrent_bwd"),
+    # the same where fp32 is multiplied in halves
+    Stage("delta/kda_intra", "kda", in_16(call("q k beta gc", "chunks")), when=fine,
+          more=[halved(call("q k beta gc", "chunks"))]),
+    Stage("delta/wy", "kda", in_16(call("k v beta gc A q")), when=fine,
+          more=[halved(call("k v beta gc A q"))]),
+    Stage("delta/kda_scan", "kda",
+          halved(call("qg kg w u gc P h0", scale=SCALE, output_final_state=True)), when=fine),
+    Stage("delta/kda_bwd", "kda", in_16(call("v_new h do", "scaled")), "kda_output_bwd",
+          when=fine),
+    Stage("delta/kda_bwd", "kda", in_16(call("v beta A h v_new dh dv_new")), "kda_wy_bwd",
+          when=fine),
+    Stage("delta/kda_scans", "kda",
+          in_16(call("qg kg w u gc P do h0 dht", scale=SCALE)), when=fine),
+    Stage("delta/kda_intra_bwd", "kda", in_16(_kda_intra_bwd), adds=1, when=fine,
+          more=[halved(_kda_intra_bwd)]),
+    Stage("delta/kda_intra", "gdn2", in_16(call("q k beta gc", "chunks")), when=fine),
+    Stage("delta/wy", "gdn2", in_16(call("k v beta gc A q write")), when=fine),
+    Stage("delta/kda_bwd", "gdn2", in_16(call("v write A h v_new dh dv_new")),
+          "kda_wy_bwd", when=fine),
+    Stage("delta/kda_intra_bwd", "gdn2",
+          in_16(call("q k beta gc dP dL dqg dkb dkg dgl")), when=fine),
     # what a layer has beside
     Stage("delta/causal_conv1d", "convolution",
           call("x weight bias state", output_final_state="ends", **CONVOLUTION)),

@@ -15,6 +15,7 @@ from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
     dot,
+    first_state,
     load_gate,
     load_tile,
     load_vector,
@@ -214,10 +215,7 @@ def merge_kernel(
     pid = tl.program_id(0)
     i_v, i_h, i_n = pid % NV, pid // NV % H, (pid // (NV * H)).to(tl.int64)
     start, n = chain_of(i_n, offsets_ptr, NP)
-    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    b_S = tl.zeros([BK, BV], dtype=tl.float32)
-    if h0_ptr is not None:
-        b_S += load_tile(h0_ptr + (i_n * H + i_h) * K * V, o_k, o_v, V, K, V).to(tl.float32)
+    _, o_k, o_v, b_S = first_state(h0_ptr, i_n * H + i_h, i_v, K, V, 1, BK, BV, False)
     for i in range(n):
         i_p = (start + (n - 1 - i if REVERSE else i)) * H + i_h
         store_tile(in_ptr + i_p * K * V, b_S, o_k, o_v, V, K, V)
@@ -264,10 +262,7 @@ def join_kernel(
     i_v, i_r, i_h = pid % NV, (pid // NV).to(tl.int64), pid // NV % H
     i_n = i_r // H if rows_ptr is None else tl.load(rows_ptr + i_r // H)
     start, n = chain_of(i_n, offsets_ptr, NP)
-    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    b_S = tl.zeros([BK, BV], dtype=tl.float32)
-    if h0_ptr is not None:
-        b_S += load_tile(h0_ptr + i_r * K * V, o_k, o_v, V, K, V).to(tl.float32)
+    _, o_k, o_v, b_S = first_state(h0_ptr, i_r, i_v, K, V, 1, BK, BV, False)
     number = 1.0
     for i in tl.range(0, n, num_stages=3):
         i_p = (start + (n - 1 - i if REVERSE else i)) * H + i_h

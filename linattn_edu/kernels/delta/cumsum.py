@@ -23,10 +23,8 @@ def cumsum_kernel(
     T,
     D: tl.constexpr,
     BC: tl.constexpr,  # tokens of a chunk; None: a sequence is one
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
+    BT: tl.constexpr, BD: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
     """One program: one chunk of BD columns, a block of BT tokens at a time.  Grid (NT * D / BD).
 
     Reference: linattn_edu.reference.delta.cumsum.

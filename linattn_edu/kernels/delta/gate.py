@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.tiles import cdiv, chunk_of, load_tile, store_tile
+from linattn_edu.kernels.tiles import cdiv, channels_of, load_tile, store_tile
 
 BH = 16  # heads a program: 64 contiguous bytes of g, so that whole memory sectors are used
 BD = 64  # channels a program
@@ -101,17 +101,13 @@ def gate_kernel(
     n,
     D: tl.constexpr,
     PER: tl.constexpr,  # gates of a head
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
+    BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     """One program: BT tokens of BD gates.  Grid (n / BT * D / BD).
 
     Reference: linattn_edu.reference.delta.gate.
     """
-    ND: tl.constexpr = (D + BD - 1) // BD
-    i_d, _, first, n_t = chunk_of(tl.program_id(0), None, None, n, ND, BT)
-    o_t = tl.arange(0, BT)
-    o_d = i_d * BD + tl.arange(0, BD)
+    _, first, n_t, o_t, o_d = channels_of(None, None, n, D, BT, BD)
     b_a = load_tile(g_ptr + first * D, o_t, o_d, D, n_t, D).to(tl.float32)  # [BT, BD]
     b_g, _, _ = gate_tile(b_a, A_log_ptr, bias_ptr, bound, o_d, D, PER)
     store_tile(y_ptr + first * D, b_g, o_t, o_d, D, n_t, D)
@@ -129,17 +125,13 @@ def layer_gate_bwd_kernel(
     n,
     D: tl.constexpr,
     PER: tl.constexpr,  # gates of a head
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
+    BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     """One program: BT tokens of BD gates.  Grid (n / BT * D / BD).
 
     Reference: linattn_edu.reference.delta.gate.
     """
-    ND: tl.constexpr = (D + BD - 1) // BD
-    i_d, i_c, first, n_t = chunk_of(tl.program_id(0), None, None, n, ND, BT)
-    o_t = tl.arange(0, BT)
-    o_d = i_d * BD + tl.arange(0, BD)
+    i_c, first, n_t, o_t, o_d = channels_of(None, None, n, D, BT, BD)
     b_dy = load_tile(dy_ptr + first * D, o_t, o_d, D, n_t, D).to(tl.float32)  # [BT, BD]
     b_a = load_tile(g_ptr + first * D, o_t, o_d, D, n_t, D).to(tl.float32)  # [BT, BD]
     b_g, b_slope, b_a = gate_tile(b_a, A_log_ptr, bias_ptr, bound, o_d, D, PER)

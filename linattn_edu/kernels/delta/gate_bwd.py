@@ -32,10 +32,9 @@ def gate_bwd_kernel(
     T,
     D: tl.constexpr,
     PER: tl.constexpr,  # gates of a head
-    BT: tl.constexpr,
-    BD: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr,
     IN_PLACE: tl.constexpr,  # dg is dgc
-):
+):  # fmt: skip
     """One program: one chunk of BD gates.  Grid (NT * D / BD).
 
     Reference: linattn_edu.reference.delta.gate_bwd.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from linattn_edu.kernels.delta.gate import columns, gate_tile
 from linattn_edu.kernels.rows import chunk_args
-from linattn_edu.kernels.tiles import LOG2E, cdiv, chunk_of, load_tile, store_tile
+from linattn_edu.kernels.tiles import LOG2E, cdiv, channels_of, load_tile, store_tile
 from linattn_edu.packing import Packing
 
 
@@ -34,17 +34,13 @@ def gate_cumsum_kernel(
     T,
     D: tl.constexpr,
     PER: tl.constexpr,  # gates of a head
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
+    BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     """One program: one chunk of BD gates.  Grid (NT * D / BD).
 
     Reference: linattn_edu.reference.delta.gate_cumsum.
     """
-    ND: tl.constexpr = (D + BD - 1) // BD
-    i_d, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, ND, BT)
-    o_t = tl.arange(0, BT)
-    o_d = i_d * BD + tl.arange(0, BD)
+    _, first, n_t, o_t, o_d = channels_of(cu_ptr, chunks_ptr, T, D, BT, BD)
     b_g = load_tile(g_ptr + first * D, o_t, o_d, D, n_t, D).to(tl.float32)  # [BT, BD]
     # eq:delta-gate-cumsum   gc = log2(e) cumsum(g)
     b_gc = cumulative(b_g, A_log_ptr, bias_ptr, bound, o_d, D, PER)

@@ -15,7 +15,7 @@ from linattn_edu.kernels.rows import chunk_args, device_of, entry, of_generation
 from linattn_edu.kernels.tiles import (
     cast,
     chunk_of,
-    dot,
+    dot_as,
     gated,
     load_gates,
     load_row,
@@ -49,12 +49,12 @@ def pairs(o, s):
 @triton.jit
 def halved(
     q_ptr, k_ptr, erase_ptr, gc_ptr, b, n_t,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """P, and L without beta, of block b on the diagonal: right for any gate."""
     o = tl.arange(0, 16)
     o_i = b * 16 + o
-    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    dtype: tl.constexpr = tl.float32 if PRECISION == "halves" else k_ptr.dtype.element_ty
     b_P = tl.zeros([16, 16], dtype=tl.float32)
     b_L = tl.zeros([16, 16], dtype=tl.float32)
     for j in range(tl.cdiv(K, BK)):
@@ -71,8 +71,9 @@ def halved(
             b_kE = b_k if erase_ptr is None else tl.where(halves(o, s)[1][:, None], b_r, b_k)
             b_kE = cast(b_kE * b_E, dtype)
             m = pairs(o, s)
-            b_P += tl.where(m, dot(cast(b_q * b_E, dtype), tl.trans(b_kE)), 0.0)
-            b_L += tl.where(m, dot(b_kE, tl.trans(b_kE)), 0.0)
+            b_qE = cast(b_q * b_E, dtype)
+            b_P += tl.where(m, dot_as(b_qE, tl.trans(b_kE), None, PRECISION), 0.0)
+            b_L += tl.where(m, dot_as(b_kE, tl.trans(b_kE), None, PRECISION), 0.0)
     return b_P, b_L
 
 
@@ -93,6 +94,7 @@ def kda_scores_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr,
     HALVE: tl.constexpr,  # rows of the blocks on the diagonal: NONE, those that are FAR, or ALL
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: 16 rows of one chunk of one head.  Grid (NT * HV * BT / 16).
 
@@ -116,7 +118,7 @@ def kda_scores_kernel(
     else:
         b_beta = None
         erase_ptr += (first * HV + i_h) * K
-    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    dtype: tl.constexpr = tl.float32 if PRECISION == "halves" else k_ptr.dtype.element_ty
     a_ptr = gc_ptr + b * 16 * HV * K  # the anchor: the first of these rows
 
     # 2^(gc_i - gc_a) 2^(gc_a - gc_j): the readers' factors, once for all blocks
@@ -157,15 +159,15 @@ def kda_scores_kernel(
             b_kj = load_tile(k_ptr, o_j, o_k, H * K, n_t, K).to(tl.float32) * b_E  # [16, BK]
             b_kj = tl.trans(cast(b_kj, dtype))
             # eq:kda-scores   P_ij = sum_d q_id k_jd 2^(gc_id - gc_jd), i >= j
-            b_P = dot(QE[j], b_kj, b_P)
+            b_P = dot_as(QE[j], b_kj, b_P, PRECISION)
             # eq:kda-kk   L_ij = beta_i sum_d k_id k_jd 2^(gc_id - gc_jd), i > j
-            b_L = dot(KE[j], b_kj, b_L)
+            b_L = dot_as(KE[j], b_kj, b_L, PRECISION)
         if c < b:
             store_tile(P_ptr + c * 16, b_P, o_i, o, HV * BT, n_t, 16)
             store_tile(L_ptr + c * 16, weighted(b_L, b_beta), o_i, o, HV * BT, n_t, 16)
 
     if HALVE == ALL or (HALVE == FAR and tl.min(b_far) < -NEAR):
-        b_Ph, b_Lh = halved(q_ptr, k_ptr, erase_ptr, gc_ptr, b, n_t, H, HV, K, 16)
+        b_Ph, b_Lh = halved(q_ptr, k_ptr, erase_ptr, gc_ptr, b, n_t, H, HV, K, 16, PRECISION)
         if HALVE == ALL:
             b_P, b_L = b_Ph, b_Lh
         else:
@@ -227,6 +229,7 @@ CONFIGS = {
     "ampere": {2: row(1, 1, BK=64, maxnreg=128), 4: row(1, 1, BK=32)},
     "hopper": {2: row(1, 2, BK=64, maxnreg=168), 4: row(1, 1, BK=32)},
 }
+FINE = row(1, 2, BK=32)  # in halves, on Hopper
 # with the gated rows, where it differs: the compiler takes 252 registers, and with fewer it spills
 GATED_CONFIGS = {"hopper": {2: row(1, 2, BK=64)}}
 
@@ -246,14 +249,15 @@ def kda_intra(
     chunk_size: int,
     lower_bound: float | None = None,
     packing: Packing | None = None,
+    precision: str = "tf32x3",
 ) -> tuple[Tensor, Tensor]:
     """Launch both kernels; arguments and result as in the reference."""
-    return launch_intra((q, k, beta, gc), None, chunk_size, lower_bound, packing)
+    return launch_intra((q, k, beta, gc), None, chunk_size, lower_bound, packing, precision)
 
 
 def launch_intra(
     given: tuple[Tensor, ...], rows: tuple[Tensor, ...] | None, chunk_size: int,
-    lower_bound: float | None, packing: Packing | None,
+    lower_bound: float | None, packing: Packing | None, precision: str = "tf32x3",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch both kernels on q, k, beta and gc; return P and A.
 
@@ -262,17 +266,19 @@ def launch_intra(
     q, k, beta, gc = given
     B, T, H, K = k.shape
     HV = gc.shape[2]
-    P, A = (k.new_empty(B, T, HV, chunk_size) for _ in range(2))
+    fine = precision == "halves"
+    dtype = torch.float32 if fine else k.dtype
+    P, A = (k.new_empty(B, T, HV, chunk_size, dtype=dtype) for _ in range(2))
     L = torch.empty_like(P, dtype=torch.float32)
-    config = entry(CONFIGS, k)
+    config = FINE if fine else entry(CONFIGS, k)
     if rows is not None:
         config = of_generation(GATED_CONFIGS, device_of(k)[0]).get(k.element_size(), config)
     NT, *chunks = chunk_args(k, chunk_size, packing)
     kda_scores_kernel[(NT * HV * (chunk_size // 16),)](
         q, k, *strength(beta), gc, P, L, *(rows or (None,) * 3), *chunks, T, H, HV, K,
-        BT=chunk_size, HALVE=halving(k.dtype, lower_bound), **config.launch(K),
+        BT=chunk_size, HALVE=halving(k.dtype, lower_bound), PRECISION=precision, **config.launch(K),
     )  # fmt: skip
-    precision = merge_precision(k.dtype)
+    precision = merge_precision(A.dtype)
     kda_inverse_kernel[(NT * HV,)](
         L, A, *chunks, T, HV, BT=chunk_size, PRECISION=precision, num_warps=1
     )

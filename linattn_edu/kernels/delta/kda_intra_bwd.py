@@ -22,10 +22,11 @@ from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
     chunk_of,
-    dot,
+    dot_as,
     dot_halves,
     gated,
     in_halves,
+    joined,
     load_gates,
     load_row,
     load_tile,
@@ -59,27 +60,33 @@ def are_near(gc_ptr, stride, n_t, K, BT: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def near_sums(b_q, b_k, b_g, b_beta, b_dP, b_low, b_dL, b_dqg, b_dkb, b_dkg, b_dgl, b_ga, b_gl,
-              b_left, o_t, last, dtype: tl.constexpr):  # fmt: skip
+def near_sums(b_q, b_k, b_g, b_beta, b_dP, b_low, b_dL, b_dL_low, b_dqg, b_dkb, b_dkg, b_dgl, b_ga,
+              b_gl, b_left, o_t, last, dtype: tl.constexpr):  # fmt: skip
     """dQ, Y, R, dgc and what 2^gc_last gets, of channels that are near: those of b_g = gc - b_ga.
 
-    b_dP, b_low: both halves of dP where i > j.  b_left: 2^(gc_last - gc).
+    b_dP, b_low: both halves of dP where i > j.  b_dL_low: that of dL, or None; then q and k with
+    the gate have none either.  b_left: 2^(gc_last - gc).
     """
     b_E = tl.exp2(b_g)
     b_F = tl.exp2(-b_g)
     b_kF, b_kF_low = in_halves(b_k * b_F, dtype)
-    b_qE = cast(b_q * b_E, dtype)
-    b_kE = cast(b_k * b_E * b_beta, dtype)
+    b_qE, b_kE = b_q * b_E, b_k * b_E * b_beta
+    b_qE_low, b_kE_low, b_below = None, None, None
+    if b_dL_low is not None:
+        b_qE, b_qE_low = in_halves(b_qE, dtype)
+        b_kE, b_kE_low = in_halves(b_kE, dtype)
+        b_below = tl.trans(b_dL_low)
+    b_qE, b_kE = cast(b_qE, dtype), cast(b_kE, dtype)
     # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
-    b_r = dot_halves(tl.trans(b_dP), tl.trans(b_low), b_qE, None)
-    b_r = dot(tl.trans(b_dL), b_kE, b_r)
+    b_r = dot_halves(tl.trans(b_dP), tl.trans(b_low), b_qE, b_qE_low)
+    b_r = dot_halves(tl.trans(b_dL), b_below, b_kE, b_kE_low, b_r)
     # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
     b_x = dot_halves(b_dP, b_low, b_kF, b_kF_low)
     # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
-    b_y = dot_halves(b_dL, None, b_kF, b_kF_low)
+    b_y = dot_halves(b_dL, b_dL_low, b_kF, b_kF_low)
     # with the operands as they were rounded, what i gains is what j loses, term by term
-    b_dgc = b_qE.to(tl.float32) * b_x + b_kE.to(tl.float32) * b_y
-    b_dgc -= (b_kF.to(tl.float32) + b_kF_low.to(tl.float32)) * b_r
+    b_dgc = joined(b_qE, b_qE_low) * b_x + joined(b_kE, b_kE_low) * b_y
+    b_dgc -= joined(b_kF, b_kF_low) * b_r
 
     # eq:kda-outer   dQ += 2^gc * dqg, Y += 2^gc * dkb, R += 2^(gc_last - gc) * dkg
     b_e = b_E * tl.exp2(b_ga)[None, :]
@@ -118,6 +125,7 @@ def kda_intra_bwd_near_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr,
     BN: tl.constexpr,  # all channels, in whole groups
+    FINE: tl.constexpr,  # everything is in fp32, and multiplied in two halves of bf16
 ):  # fmt: skip
     """One program: one chunk of one head, its channels that are near.  Grid (NT * HV).
 
@@ -140,7 +148,7 @@ def kda_intra_bwd_near_kernel(
     near = tl.sum(b_near.to(tl.int32) << o_n, 0)  # a bit for each group
     if near == 0:
         return
-    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    dtype: tl.constexpr = tl.bfloat16 if FINE else k_ptr.dtype.element_ty
     if erase_ptr is None:
         b_beta = load_row(beta_ptr + i, o_t, HV, n_t)[:, None]
         b_dbeta = load_row(dbeta_ptr + i, o_t, HV, n_t)
@@ -148,6 +156,9 @@ def kda_intra_bwd_near_kernel(
     b_dP = load_tile(dP_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
     b_dP, b_low = in_halves(tl.where(o_t[:, None] > o_t[None, :], b_dP, 0.0), dtype)
     b_dL = load_tile(dL_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+    b_dL_low = None
+    if FINE:
+        b_dL, b_dL_low = in_halves(b_dL, dtype)
     for j in range(tl.cdiv(K, BK)):
         o_k = j * BK + tl.arange(0, BK)
         n_out = tl.where((near >> (j * BK // GROUP)) & 1 != 0, n_t, 0)  # rows that are stored
@@ -167,8 +178,8 @@ def kda_intra_bwd_near_kernel(
         b_left = tl.exp2(-b_g) * tl.exp2(b_gl - b_ga)[None, :]
         b_dqg, b_dkb, b_dkg = b_dqg.to(tl.float32), b_dkb.to(tl.float32), b_dkg.to(tl.float32)
         b_dq, b_Y, b_R, b_dgc, _ = near_sums(
-            b_q, b_k, b_g, b_beta, b_dP, b_low, b_dL, b_dqg, b_dkb, b_dkg, b_dgl, b_ga, b_gl,
-            b_left, o_t, last, dtype,
+            b_q, b_k, b_g, b_beta, b_dP, b_low, b_dL, b_dL_low, b_dqg, b_dkb, b_dkg, b_dgl, b_ga,
+            b_gl, b_left, o_t, last, dtype,
         )  # fmt: skip
         # eq:kda-dgc   dgc = Q * dQ + K * (diag(beta) Y - R)
         store_tile(dgc_ptr + i * K, b_dgc, o_t, o_k, HV * K, n_out, K)
@@ -197,6 +208,7 @@ def kda_intra_bwd_kernel(
     HALVE: tl.constexpr,  # rows of the blocks on the diagonal: those that are FAR, or ALL
     PW: tl.constexpr,  # from head to head of dP and dL
     SUMMED: tl.constexpr,  # dgl is all that dgc_last gets
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: 16 rows of one chunk of one head.  Grid (NT * HV * BT / 16).
 
@@ -226,7 +238,7 @@ def kda_intra_bwd_kernel(
     o = tl.arange(0, 16)
     o_i = b * 16 + o
     last = tl.minimum(BT, n_t) - 1
-    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    dtype: tl.constexpr = tl.float32 if PRECISION == "halves" else k_ptr.dtype.element_ty
     if erase_ptr is None:
         b_beta = load_row(beta_ptr, o_i, HV, n_t)[:, None]
     b_dP_ii = as_factor(load_row(dP_ptr, o_i, HV * PW + 1, n_t), dtype)[:, None]
@@ -258,7 +270,8 @@ def kda_intra_bwd_kernel(
             # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
             b_dP = cast(load_tile(dP_ptr + b * 16, o_c, o, HV * PW, n_t, 16), dtype)
             b_dL = load_tile(dL_ptr + b * 16, o_c, o, HV * PW, n_t, 16)
-            b_x = dot(tl.trans(b_dL), b_kE, dot(tl.trans(b_dP), b_qE))
+            b_x = dot_as(tl.trans(b_dP), b_qE, None, PRECISION)
+            b_x = dot_as(tl.trans(b_dL), b_kE, b_x, PRECISION)
             b_F = tl.exp2(b_ga - b_g)
             b_R += b_F * b_x
             b_dgc -= cast(b_k * b_F, dtype).to(tl.float32) * b_x
@@ -273,9 +286,10 @@ def kda_intra_bwd_kernel(
             b_kF = cast(load_tile(k_ptr, o_j, o_k, H * K, n_t, K).to(tl.float32) * b_F, dtype)
             # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
             b_dP = cast(load_tile(dP_ptr + c * 16, o_i, o, HV * PW, n_t, 16), dtype)
-            b_x = dot(b_dP, b_kF, b_x)
+            b_x = dot_as(b_dP, b_kF, b_x, PRECISION)
             # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
-            b_y = dot(load_tile(dL_ptr + c * 16, o_i, o, HV * PW, n_t, 16), b_kF, b_y)
+            b_dL = load_tile(dL_ptr + c * 16, o_i, o, HV * PW, n_t, 16)
+            b_y = dot_as(b_dL, b_kF, b_y, PRECISION)
 
         # the block on the diagonal, with the same anchor where the rows are close to it
         b_q = load_tile(q_ptr, o_i, o_k, H * K, n_t, K).to(tl.float32)  # [16, BK]
@@ -293,9 +307,10 @@ def kda_intra_bwd_kernel(
             b_dPn = tl.where(later, tl.where(b_far, 0.0, b_dP), 0.0)
             b_dLn = tl.where(later, tl.where(b_far, 0.0, b_dL), 0.0)
             b_kF = cast(b_k * b_F, dtype)
-            b_x = dot(b_dPn, b_kF, b_x)
-            b_y = dot(b_dLn, b_kF, b_y)
-            b_r = dot(tl.trans(b_dLn), b_kE, dot(tl.trans(b_dPn), b_qE))
+            b_x = dot_as(b_dPn, b_kF, b_x, PRECISION)
+            b_y = dot_as(b_dLn, b_kF, b_y, PRECISION)
+            b_r = dot_as(tl.trans(b_dPn), b_qE, None, PRECISION)
+            b_r = dot_as(tl.trans(b_dLn), b_kE, b_r, PRECISION)
             b_R += b_F * b_r
             # with the rounded operands, what i gains is what j loses, term by term
             b_dgc -= b_kF.to(tl.float32) * b_r
@@ -318,12 +333,12 @@ def kda_intra_bwd_kernel(
             b_kE = cast(b_k * b_E * tl.where(second, b_beta, 1.0), dtype)
             b_dPs = tl.where(pairs(o, s), b_dP, 0.0)
             b_dLs = tl.where(pairs(o, s), b_dL, 0.0)
-            b_x = dot(b_dPs, b_kE)
+            b_x = dot_as(b_dPs, b_kE, None, PRECISION)
             b_dq += b_E * b_x
             b_dgc += b_qE.to(tl.float32) * b_x
-            b_x = dot(b_dLs, b_kE)
-            b_x = dot(tl.trans(b_dLs), b_kE, b_x)
-            b_x = dot(tl.trans(b_dPs), b_qE, b_x)
+            b_x = dot_as(b_dLs, b_kE, None, PRECISION)
+            b_x = dot_as(tl.trans(b_dLs), b_kE, b_x, PRECISION)
+            b_x = dot_as(tl.trans(b_dPs), b_qE, b_x, PRECISION)
             b_dgc += b_kE.to(tl.float32) * tl.where(second, b_x, -b_x)
             b_x *= b_E
             b_Y += tl.where(second, b_x, 0.0)
@@ -378,6 +393,8 @@ CONFIGS = {
 # generation -> dtype -> row of the near channels, where a factor of 2^NEAR fits the dtype and one
 # anchor was found to be faster
 NEAR_CONFIGS = {"hopper": {torch.bfloat16: row(4, 1, BK=32)}}
+# in halves, on Hopper
+FINE, NEAR_FINE = row(2, 2, BK=32), row(4, 2, BK=32)
 
 
 def kda_intra_bwd(
@@ -394,6 +411,7 @@ def kda_intra_bwd(
     dbeta: Tensor | None = None,
     *,
     packing: Packing | None = None,
+    precision: str = "tf32x3",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch both kernels; arguments and result as in the reference, but dbeta is added to in
     place.
@@ -407,29 +425,33 @@ def kda_intra_bwd(
     tensors = gc, dP, dL, dqg, dkb, dkg, dgl, dq, dk, dbeta, dgc
     sizes = *chunks, T, H, HV, K
     near = None
-    if by_kind.kda_near(kind_of(q, HV, 0, chunk_size, packing)).takes == "anchored":
-        config = of_generation(NEAR_CONFIGS, device_of(k)[0])[k.dtype]
+    fine = precision == "halves"
+    if by_kind.kda_near(kind_of(q, HV, 0, chunk_size, packing), fine).takes == "anchored":
+        config = NEAR_FINE if fine else of_generation(NEAR_CONFIGS, device_of(k)[0])[k.dtype]
         near = k.new_empty(NT * HV, cdiv(K, GROUP.value), dtype=torch.int8)
         kda_intra_bwd_near_kernel[(NT * HV,)](
             q, k, *strength(beta), *tensors, near, *sizes, BT=chunk_size,
-            BN=max(block(K), GROUP.value), **config.launch(K),
+            BN=max(block(K), GROUP.value), FINE=fine, **config.launch(K),
         )  # fmt: skip
-    return launch_pairs((q, k, beta, *tensors), near, packing, chunk_size, chunk_size, summed=False)
+    return launch_pairs(
+        (q, k, beta, *tensors), near, packing, chunk_size, chunk_size, False, precision
+    )
 
 
 def launch_pairs(
-    tensors: tuple, near: Tensor | None, packing: Packing | None, C: int, width: int, summed: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tensors: tuple, near: Tensor | None, packing: Packing | None, C: int, width: int, summed: bool,
+    precision: str = "tf32x3",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch kda_intra_bwd_kernel on its tensors; return dq and dk of key heads, dbeta and dgc."""
     q, k, beta, *others, dq, dk, dbeta, dgc = tensors
     (T, H, K), HV = k.shape[1:], dgc.shape[2]
     NT, *chunks = chunk_args(k, C, packing)
-    config = entry(CONFIGS, k).launch(K)
+    config = (FINE if precision == "halves" else entry(CONFIGS, k)).launch(K)
     if K % 16 and beta.ndim == 4:  # rows that are not aligned take more registers
         config["BK"] = min(config["BK"], 32)
     kda_intra_bwd_kernel[(NT * HV * (C // 16),)](
         q, k, *strength(beta), *others, dq, dk, dbeta, dgc, near, *chunks, T, H, HV, K, BT=C,
-        HALVE=halving(k.dtype), PW=width, SUMMED=summed, **config,
+        HALVE=halving(k.dtype), PW=width, SUMMED=summed, PRECISION=precision, **config,
     )  # fmt: skip
     if H < HV:
         dq, dk = (x.unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))

@@ -12,7 +12,7 @@ from linattn_edu.kernels.rows import CHANNEL_CONFIGS as CONFIGS
 from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
-    dot,
+    dot_as,
     first_state,
     load_tile,
     load_vector,
@@ -36,6 +36,7 @@ def kda_scan_kernel(
     T,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
@@ -44,46 +45,32 @@ def kda_scan_kernel(
     i_v, i_nh, i_h, first, n_seq, _ = columns_of(
         tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
     )
-    i = first * HV + i_h
-    qg_ptr += i * K
-    kg_ptr += i * K
-    w_ptr += i * K
-    gc_ptr += i * K
-    u_ptr += i * V
-    o_ptr += i * V
-    P_ptr += i * BT
-
     o_t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, BT, BK, BV, False)
 
     # the load of a chunk's gates runs one chunk ahead, as in state
     n_k = tl.where(n_seq > 0, K, 0)
-    b_last = load_vector(gc_ptr + (tl.minimum(BT, n_seq) - 1) * HV * K, o_k, n_k)
+    i_last = (first + tl.minimum(BT, n_seq) - 1) * HV + i_h
+    b_last = load_vector(gc_ptr + i_last * K, o_k, n_k)
     for i_t in range(tl.cdiv(n_seq, BT)):
-        n_t = n_seq - i_t * BT
+        i, n_t = (first + i_t * BT) * HV + i_h, n_seq - i_t * BT
         b_h = cast(b_S, kg_ptr.dtype.element_ty)
         # eq:delta-v-new   v_new = u - w S
-        b_w = load_tile(w_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
-        b_u = load_tile(u_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-        b_v = cast(b_u.to(tl.float32) - dot(b_w, b_h), b_u.dtype)
+        b_w = load_tile(w_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_u = load_tile(u_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_v = cast(b_u.to(tl.float32) - dot_as(b_w, b_h, None, PRECISION), b_u.dtype)
         # eq:delta-output   o = scale (inter + P v_new)
-        b_q = load_tile(qg_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
-        b_P = load_tile(P_ptr, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
-        b_o = scale * dot(b_P, b_v, dot(b_q, b_h))
-        store_tile(o_ptr, b_o, o_t, o_v, HV * V, n_t, V)
+        b_q = load_tile(qg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_P = load_tile(P_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+        b_o = dot_as(b_q, b_h, None, PRECISION)
+        b_o = scale * dot_as(b_P, b_v, b_o, PRECISION)
+        store_tile(o_ptr + i * V, b_o, o_t, o_v, HV * V, n_t, V)
         # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
         b_S *= tl.exp2(b_last)[:, None]
         n_k = tl.where(n_t > BT, K, 0)
-        b_last = load_vector(gc_ptr + (tl.minimum(2 * BT, n_t) - 1) * HV * K, o_k, n_k)
-        b_k = load_tile(kg_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
-        b_S = dot(tl.trans(b_k), b_v, b_S)
-
-        qg_ptr += BT * HV * K
-        kg_ptr += BT * HV * K
-        w_ptr += BT * HV * K
-        gc_ptr += BT * HV * K
-        u_ptr += BT * HV * V
-        o_ptr += BT * HV * V
-        P_ptr += BT * HV * BT
+        i_last = i + (tl.minimum(2 * BT, n_t) - 1) * HV
+        b_last = load_vector(gc_ptr + i_last * K, o_k, n_k)
+        b_k = load_tile(kg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_S = dot_as(tl.trans(b_k), b_v, b_S, PRECISION)
 
     if ht_ptr is not None:
         store_tile(ht_ptr + i_nh * K * V, b_S, o_k, o_v, V, K, V)
@@ -101,6 +88,7 @@ def kda_scan(
     scale: float,
     output_final_state: bool = False,
     packing: Packing | None = None,
+    precision: str = "tf32x3",
 ) -> tuple[Tensor, Tensor | None]:
     """Launch kda_scan_kernel; arguments and result as in the reference."""
     HV, K = kg.shape[2:]
@@ -114,6 +102,6 @@ def kda_scan(
     grid, config = scan_launch(CONFIGS, kg, pieces.N * HV, V)
     kda_scan_kernel[grid](
         qg, kg, w, u, gc, P, initial_state, o, last, scale, *pieces.places, HV, K, V, BT=chunk_size,
-        **config,
+        PRECISION=precision, **config,
     )  # fmt: skip
     return o, pieces.last(last)

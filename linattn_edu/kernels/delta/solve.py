@@ -177,8 +177,7 @@ def solve_tril_kernel(
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
-    HV: tl.constexpr,
-    BT: tl.constexpr,
+    HV: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 

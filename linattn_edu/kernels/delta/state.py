@@ -13,7 +13,8 @@ from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
     documents,
-    dot,
+    dot_as,
+    first_state,
     load_gate,
     load_tile,
     load_vector,
@@ -44,6 +45,7 @@ def state_kernel(
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CHANNEL: tl.constexpr,  # a gate for each row of S
     WHOLE: tl.constexpr,  # every chunk has BT tokens
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
@@ -64,12 +66,7 @@ def state_kernel(
     gc_ptr += first * stride_t + i_h * stride_h
     h_ptr += (i_c * HV + i_h) * K * V
 
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    b_S = tl.zeros([BK, BV], dtype=tl.float32)
-    if h0_ptr is not None:
-        b_S += load_tile(h0_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
+    o_t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, BT, BK, BV, False)
 
     if CHANNEL:  # the load of a chunk's gates runs one chunk ahead: the state waits for them
         n_k = tl.where(n_seq > 0, K, 0)
@@ -84,7 +81,7 @@ def state_kernel(
         else:
             b_w = load_tile(w_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
             b_u = load_tile(u_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-            b_v = b_u.to(tl.float32) - dot(b_w, cast(b_S, b_w.dtype))
+            b_v = b_u.to(tl.float32) - dot_as(b_w, cast(b_S, b_w.dtype), None, PRECISION)
             store_tile(v_new_ptr, b_v, o_t, o_v, HV * V, n_t, V)
 
         # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
@@ -107,7 +104,7 @@ def state_kernel(
                 seq_ptr += BT
             b_v *= b_r[:, None]
         b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-        b_S = dot(tl.trans(b_k), cast(b_v, b_k.dtype), b_S * b_a)
+        b_S = dot_as(tl.trans(b_k), cast(b_v, b_k.dtype), b_S * b_a, PRECISION)
 
         k_ptr += BT * H * K
         u_ptr += BT * HV * V
@@ -164,6 +161,6 @@ def state(
     state_kernel[grid](
         k, w, u, gc, initial_state, gs, seq_idx, h, v_new, last, *pieces.places, *gc.stride()[1:3],
         0, H, HV, K, V, BT=chunk_size, CHANNEL=gc.ndim == 4,
-        WHOLE=w is None and whole(k, chunk_size, packing), **config,
+        WHOLE=w is None and whole(k, chunk_size, packing), PRECISION="tf32x3", **config,
     )  # fmt: skip
     return h, v_new, pieces.last(last)

@@ -14,6 +14,8 @@ from linattn_edu.kernels.tiles import (
     columns_of,
     documents,
     dot,
+    dot_as,
+    first_state,
     load_gate,
     load_tile,
     load_vector,
@@ -66,12 +68,7 @@ def state_bwd_kernel(
     gc_ptr += first * stride_t + i_h * stride_h
     dh_ptr += ((i_c + NT - 1) * HV + i_h) * K * V
 
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    b_dS = tl.zeros([BK, BV], dtype=tl.float32)
-    if dht_ptr is not None:
-        b_dS += load_tile(dht_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
+    o_t, o_k, o_v, b_dS = first_state(dht_ptr, i_nh, i_v, K, V, BT, BK, BV, False)
 
     # the load of what a chunk decays by runs one chunk ahead, as in state
     o_last = (n_seq - (NT - 1) * BT - 1) * stride_t
@@ -137,6 +134,7 @@ def kda_state_bwd_kernel(
     stride_h,  # and between heads
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """state_bwd_kernel with a gate for each row of dS, and its whole dv_new.
 
@@ -146,56 +144,35 @@ def kda_state_bwd_kernel(
         tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
     )
     NT = tl.cdiv(n_seq, BT)
-    first += (NT - 1) * BT
-    qg_ptr += (first * HV + i_h) * K
-    do_ptr += (first * HV + i_h) * V
-    kg_ptr += (first * HV + i_h) * K
-    w_ptr += (first * HV + i_h) * K
-    dv_ptr += (first * HV + i_h) * V
-    P_ptr += (first * HV + i_h) * BT
     gc_ptr += first * stride_t + i_h * stride_h
-    dh_ptr += ((i_c + NT - 1) * HV + i_h) * K * V
-
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    b_dS = tl.zeros([BK, BV], dtype=tl.float32)
-    if dht_ptr is not None:
-        b_dS += load_tile(dht_ptr + i_nh * K * V, o_k, o_v, V, K, V).to(tl.float32)
+    o_t, o_k, o_v, b_dS = first_state(dht_ptr, i_nh, i_v, K, V, BT, BK, BV, False)
 
     # the load of what a chunk decays by runs one chunk ahead, as in state
-    o_last = (n_seq - (NT - 1) * BT - 1) * stride_t
-    b_last = load_vector(gc_ptr + o_last, o_k, tl.where(n_seq > 0, K, 0))
+    b_last = load_vector(gc_ptr + (n_seq - 1) * stride_t, o_k, tl.where(n_seq > 0, K, 0))
     for i_t in range(NT):
-        n_t = n_seq - (NT - 1 - i_t) * BT
+        i_b = NT - 1 - i_t  # of the chunk, back from the last
+        i, n_t = (first + i_b * BT) * HV + i_h, n_seq - i_b * BT
         b_h = cast(b_dS, dh_ptr.dtype.element_ty)
-        store_tile(dh_ptr, b_h, o_k, o_v, V, K, V)
+        store_tile(dh_ptr + ((i_c + i_b) * HV + i_h) * K * V, b_h, o_k, o_v, V, K, V)
 
         b_a = tl.exp2(b_last)[:, None]
         # eq:kda-dv-out   dv_new = scale P^T dO
         # eq:delta-dv-new   dv_new += kg dS
-        b_k = load_tile(kg_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
-        b_P = load_tile(P_ptr, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
-        b_do = load_tile(do_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-        b_dv = dot(b_k, b_h, scale * dot(tl.trans(b_P), b_do))
-        store_tile(dv_ptr, b_dv, o_t, o_v, HV * V, n_t, V)
-        b_last = load_vector(gc_ptr - stride_t, o_k, tl.where(i_t < NT - 1, K, 0))
+        b_k = load_tile(kg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_P = load_tile(P_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+        b_do = load_tile(do_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        b_dv = scale * dot_as(tl.trans(b_P), b_do, None, PRECISION)
+        b_dv = dot_as(b_k, b_h, b_dv, PRECISION)
+        store_tile(dv_ptr + i * V, b_dv, o_t, o_v, HV * V, n_t, V)
+        o_last = (i_b * BT - 1) * stride_t
+        b_last = load_vector(gc_ptr + o_last, o_k, tl.where(i_b > 0, K, 0))
 
         # eq:delta-ds   dS <- diag(2^gc_last) dS + scale qg^T dO - w^T dv_new
-        b_q = load_tile(qg_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_q = load_tile(qg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
         b_do = b_do.to(tl.float32) * scale
-        b_dS = dot(tl.trans(b_q), cast(b_do, b_q.dtype), b_dS * b_a)
-        b_w = load_tile(w_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
-        b_dS = dot(tl.trans(b_w), cast(-b_dv, b_w.dtype), b_dS)
-
-        qg_ptr -= BT * HV * K
-        do_ptr -= BT * HV * V
-        kg_ptr -= BT * HV * K
-        w_ptr -= BT * HV * K
-        dv_ptr -= BT * HV * V
-        P_ptr -= BT * HV * BT
-        gc_ptr -= BT * stride_t
-        dh_ptr -= HV * K * V
+        b_dS = dot_as(tl.trans(b_q), cast(b_do, b_q.dtype), b_dS * b_a, PRECISION)
+        b_w = load_tile(w_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_dS = dot_as(tl.trans(b_w), cast(-b_dv, b_w.dtype), b_dS, PRECISION)
 
     store_tile(dh0_ptr + i_nh * K * V, b_dS, o_k, o_v, V, K, V)
 
@@ -252,7 +229,7 @@ def state_bwd(
     if P is not None:
         kda_state_bwd_kernel[grid](
             q, k, w, gc, do, P, dht, dh, dv_new, dh0, scale, *places, HV, K, V, BT=chunk_size,
-            **config,
+            PRECISION="tf32x3", **config,
         )  # fmt: skip
         return dh, dv_new, pieces.first(dh0)
     state_bwd_kernel[grid](

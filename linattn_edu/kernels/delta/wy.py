@@ -11,6 +11,7 @@ from linattn_edu.kernels.tiles import (
     chunk_of,
     decay_matrix,
     dot,
+    dot_as,
     gated,
     load_gate,
     load_gates,
@@ -41,6 +42,7 @@ def wy_kernel(
     T,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 
@@ -79,7 +81,7 @@ def wy_kernel(
             b_last = load_vector(gc_ptr + last, o_k, K)
             # eq:kda-w   w = A diag(beta) (2^gc * K)
             b_r = gated(b_k.to(tl.float32), erase_ptr, o_t, o_k, HV * K, n_t, K)
-            b_w = dot(b_Aw, cast(b_r * tl.exp2(b_g), b_k.dtype))
+            b_w = dot_as(b_Aw, cast(b_r * tl.exp2(b_g), b_A.dtype), None, PRECISION)
             # eq:kda-kg   kg = 2^(gc_last - gc) * K
             b_kg = b_k.to(tl.float32) * tl.exp2(b_last[None, :] - b_g)
             store_tile(kg_ptr + i_w, b_kg, o_t, o_k, HV * K, n_t, K)
@@ -96,8 +98,8 @@ def wy_kernel(
         o_v = j * BV + tl.arange(0, BV)
         b_v = load_tile(v_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
         if write_ptr is not None:
-            b_v = cast(gated(b_v.to(tl.float32), write_ptr, o_t, o_v, HV * V, n_t, V), b_v.dtype)
-        store_tile(u_ptr, dot(b_Au, b_v), o_t, o_v, HV * V, n_t, V)
+            b_v = cast(gated(b_v.to(tl.float32), write_ptr, o_t, o_v, HV * V, n_t, V), b_A.dtype)
+        store_tile(u_ptr, dot_as(b_Au, b_v, None, PRECISION), o_t, o_v, HV * V, n_t, V)
 
 
 # generation -> bytes of an element -> row. Narrower heads keep these tiles: see rows.UNPIPELINED.
@@ -120,20 +122,21 @@ def wy(
     write: Tensor | None = None,
     *,
     packing: Packing | None = None,
+    precision: str = "tf32x3",
 ) -> tuple[Tensor, ...]:
     """Launch wy_kernel; arguments and result as in the reference."""
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
     chunk_size = A.shape[-1]
-    w, u = k.new_empty(B, T, HV, K), torch.empty_like(v)
+    w, u = A.new_empty(B, T, HV, K), torch.empty_like(v, dtype=A.dtype)
     kg, qg = (None, None) if q is None else (torch.empty_like(w), torch.empty_like(w))
-    config = entry(CONFIGS, k).launch()
+    config = entry(CONFIGS, A).launch()
     channels = of_generation(CHANNEL_CONFIGS, device_of(k)[0])
-    if q is not None and k.element_size() in channels:
-        config = channels[k.element_size()].launch(max(64, K), max(64, V))
+    if q is not None and A.element_size() in channels:
+        config = channels[A.element_size()].launch(max(64, K), max(64, V))
     NT, *chunks = chunk_args(k, chunk_size, packing)
     wy_kernel[(NT * HV,)](
         k, v, *strength(beta), write, gc, A, q, kg, qg, w, u, *chunks, T, H, HV, K, V,
-        BT=chunk_size, **config,
+        BT=chunk_size, PRECISION=precision, **config,
     )  # fmt: skip
     return (w, u) if q is None else (w, u, kg, qg)

@@ -12,6 +12,7 @@ from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
     columns_of,
+    first_state,
     load_vector,
     store_tile,
 )
@@ -111,16 +112,11 @@ def dplr_recurrent_bwd_kernel(
     )
     i_n = i_nh // H
     i_block = i_n * tl.cdiv(T, BLOCK) if cu_ptr is None else tl.load(offsets_ptr + i_n)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
+    _one, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, 1, BK, BV, False)
     kept_ptr += (i_block * H + i_h) * K * V
     inner_ptr += i_nh * BLOCK * K * V
     i_out = i_v.to(tl.int64) * total * H
     NB = tl.cdiv(n_seq, BLOCK)
-
-    b_S = tl.zeros([BK, BV], dtype=tl.float32)
-    if h0_ptr is not None:
-        b_S += load_state(h0_ptr + i_nh * K * V, o_k, o_v, K, V, False)
     for i_b in range(NB):
         store_tile(kept_ptr, b_S, o_k, o_v, V, K, V)
         kept_ptr += H * K * V
@@ -129,9 +125,7 @@ def dplr_recurrent_bwd_kernel(
                 i = token(first, i_b * BLOCK + j, n_seq, REVERSE) * H + i_h
                 b_S, _ = step(b_S, k_ptr, v_ptr, a_ptr, b_ptr, gk_ptr, i, o_k, o_v, K, V)
 
-    b_dS = tl.zeros([BK, BV], dtype=tl.float32)
-    if dht_ptr is not None:
-        b_dS += load_state(dht_ptr + i_nh * K * V, o_k, o_v, K, V, False)
+    b_dS = first_state(dht_ptr, i_nh, i_v, K, V, 1, BK, BV, False)[3]
     for r_b in range(NB):
         begin = (NB - 1 - r_b) * BLOCK
         n = tl.minimum(BLOCK, n_seq - begin)

@@ -127,7 +127,7 @@ def kda_fused_intra_bwd_kernel(
         # not by 2^-b_g, so that it is right of channels that are not near, too
         b_left = tl.exp2((b_gl - b_ga)[None, :] - b_g)
         b_dq, b_Y, b_R, b_dgc, b_dgl = near_sums(
-            b_q, b_k, b_g, b_beta, b_dP, b_low, b_dL, b_dqg, b_dkb, b_dkg, b_dgl, b_ga, b_gl,
+            b_q, b_k, b_g, b_beta, b_dP, b_low, b_dL, None, b_dqg, b_dkb, b_dkg, b_dgl, b_ga, b_gl,
             b_left, o_t, last, dtype,
         )  # fmt: skip
         tl.store(dgl_ptr + o_k, b_dgl, mask=o_k < K)

@@ -26,6 +26,7 @@ FUSED = (
     ("K={K}: the fused stages hold 128 keys", lambda k: k.K <= limits.FUSED),
     ("V={V}: the fused stages hold 128 values", lambda k: k.V <= limits.FUSED),
 )
+BFLOAT16 = ("{dtype}: bfloat16 is wanted", lambda k: k.dtype == torch.bfloat16)
 
 
 @decision
@@ -48,6 +49,16 @@ def gdn_halves(kind: Kind) -> Choice:
     "one" number, with q, k and v in float32. No kernel in Gluon takes halves.
     """
     why = first(HALVES, kind)
+    return Choice("one", why) if why else Choice("halves", "{generation}, {dtype}, K={K}, V={V}")
+
+
+@decision
+def kda_halves(kind: Kind) -> Choice:
+    """Of Kimi Delta Attention and GDN-2 whose beta may be beyond 1, with q, k and v in float32: the
+    stages multiply each number in "halves" of bfloat16, or as "one" number. Their 16 bits are too
+    few beside float16.
+    """
+    why = first((*HALVES, BFLOAT16), kind)
     return Choice("one", why) if why else Choice("halves", "{generation}, {dtype}, K={K}, V={V}")
 
 
@@ -93,7 +104,6 @@ WHOLE = (
 )
 ALIGNED = ("a tensor does not begin at 16 bytes", lambda k: k.aligned)
 SIXTEEN = ("{dtype}: Gluon kernels take 16 bit", lambda k: k.dtype.itemsize == 2)
-BFLOAT16 = ("{dtype}: bfloat16 is wanted", lambda k: k.dtype == torch.bfloat16)
 
 WORDS = ("V={V}: the fused stages want whole words, an even number", lambda k: k.V % 2 == 0)
 # what the kernels hold, and where those in Gluon run
@@ -281,11 +291,11 @@ NEAR = (
 
 
 @decision
-def kda_near(kind: Kind) -> Choice:
+def kda_near(kind: Kind, halves: bool = False) -> Choice:
     """Channels that fade little in a chunk: "anchored" once, by a kernel of their own, or "all"
-    channels by the one kernel.
+    channels by the one kernel.  halves: fp32 is multiplied in two halves of bfloat16.
     """
-    why = first(NEAR, kind)
+    why = first(NEAR[:1] if halves else NEAR, kind)
     return Choice("all", why) if why else Choice("anchored", "{generation}, {dtype}")
 
 

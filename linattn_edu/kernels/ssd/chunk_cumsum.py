@@ -10,7 +10,7 @@ from linattn_edu.kernels.rows import chunk_args
 from linattn_edu.kernels.tiles import (
     LOG2E,
     cdiv,
-    chunk_of,
+    channels_of,
     decay_matrix,
     decay_matrix_transposed,
     documents,
@@ -38,18 +38,17 @@ def step_tile(b_dt, bias_ptr, o_h, low, high, H: tl.constexpr, SOFTPLUS: tl.cons
 
 @triton.jit
 def cumsum_tile(
-    dt_ptr, A_ptr, bias_ptr, low, high, i_h, first, n_t, H: tl.constexpr, SOFTPLUS: tl.constexpr,
-    BT: tl.constexpr, BH: tl.constexpr,
+    dt_ptr, A_ptr, bias_ptr, low, high, cu_ptr, chunks_ptr, T, H: tl.constexpr,
+    SOFTPLUS: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """step and gc [BT, BH] of one chunk of BH heads, and the numbers of its tokens and heads."""
-    o_t = tl.arange(0, BT)
-    o_h = i_h * BH + tl.arange(0, BH)
+    """step and gc [BT, BH] of one chunk of BH heads, and all of `channels_of` but its number."""
+    _, first, n_t, o_t, o_h = channels_of(cu_ptr, chunks_ptr, T, H, BT, BH)
     b_dt = load_tile(dt_ptr + first * H, o_t, o_h, H, n_t, H).to(tl.float32)  # [BT, BH]
     b_step, _, _ = step_tile(b_dt, bias_ptr, o_h, low, high, H, SOFTPLUS)
     # eq:ssd-cumsum   gc = log2(e) cumsum(step A)
     b_g = b_step * load_vector(A_ptr, o_h, H)[None, :] * LOG2E
     b_g = tl.where(b_g < -150.0, -150.0, b_g)  # 2^-150 is zero, as in gate_cumsum
-    return b_step, tl.cumsum(b_g, axis=0), o_t, o_h
+    return b_step, tl.cumsum(b_g, axis=0), first, n_t, o_t, o_h
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -64,19 +63,14 @@ def chunk_cumsum_kernel(
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
-    H: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
-    BT: tl.constexpr,
-    BH: tl.constexpr,
-):
+    H: tl.constexpr, SOFTPLUS: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
     """One program: one chunk of BH heads.  Grid (NT * H / BH).
 
     Reference: linattn_edu.reference.ssd.chunk_cumsum.
     """
-    NH: tl.constexpr = (H + BH - 1) // BH
-    i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, NH, BT)
-    b_step, b_gc, o_t, o_h = cumsum_tile(
-        dt_ptr, A_ptr, bias_ptr, low, high, i_h, first, n_t, H, SOFTPLUS, BT, BH
+    b_step, b_gc, first, n_t, o_t, o_h = cumsum_tile(
+        dt_ptr, A_ptr, bias_ptr, low, high, cu_ptr, chunks_ptr, T, H, SOFTPLUS, BT, BH
     )
     store_tile(step_ptr + first * H, b_step, o_t, o_h, H, n_t, H)
     store_tile(gc_ptr + first * H, b_gc, o_t, o_h, H, n_t, H)
@@ -94,19 +88,14 @@ def chunk_cumsum_log_kernel(
     chunks_ptr,  # [NT, 2] or None
     T,
     tokens,  # B * T
-    H: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
-    BT: tl.constexpr,
-    BH: tl.constexpr,
-):
+    H: tl.constexpr, SOFTPLUS: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
     """One program: one chunk of BH heads.  Grid (NT * H / BH).
 
     Reference: linattn_edu.reference.ssd.chunk_cumsum.
     """
-    NH: tl.constexpr = (H + BH - 1) // BH
-    i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, NH, BT)
-    b_step, b_gc, o_t, o_h = cumsum_tile(
-        dt_ptr, A_ptr, bias_ptr, low, high, i_h, first, n_t, H, SOFTPLUS, BT, BH
+    b_step, b_gc, first, n_t, o_t, o_h = cumsum_tile(
+        dt_ptr, A_ptr, bias_ptr, low, high, cu_ptr, chunks_ptr, T, H, SOFTPLUS, BT, BH
     )
     # eq:ssd-gs   gs = gc - log2(step)
     b_none = b_step < LEAST

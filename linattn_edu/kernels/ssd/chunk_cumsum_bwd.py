@@ -8,7 +8,7 @@ from torch import Tensor
 from linattn_edu.kernels.delta.gate import parameter_gradients, store_sums
 from linattn_edu.kernels.rows import chunk_args
 from linattn_edu.kernels.ssd.chunk_cumsum import BH, step_tile
-from linattn_edu.kernels.tiles import LOG2E, cdiv, chunk_of, load_tile, load_vector, store_tile
+from linattn_edu.kernels.tiles import LOG2E, cdiv, channels_of, load_tile, load_vector, store_tile
 from linattn_edu.packing import Packing
 
 
@@ -30,19 +30,13 @@ def chunk_cumsum_bwd_kernel(
     T,
     stride_t,  # of dgc, dstep and m, between tokens
     stride_h,  # and between heads
-    H: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
-    BT: tl.constexpr,
-    BH: tl.constexpr,
-):
+    H: tl.constexpr, SOFTPLUS: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
     """One program: one chunk of BH heads.  Grid (NT * H / BH).
 
     Reference: linattn_edu.reference.ssd.chunk_cumsum_bwd.
     """
-    NH: tl.constexpr = (H + BH - 1) // BH
-    i_h, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, NH, BT)
-    o_t = tl.arange(0, BT)
-    o_h = i_h * BH + tl.arange(0, BH)
+    i_c, first, n_t, o_t, o_h = channels_of(cu_ptr, chunks_ptr, T, H, BT, BH)
     o = first * stride_t + o_t[:, None] * stride_t + o_h[None, :].to(tl.int64) * stride_h
     mask = (o_t < n_t)[:, None] & (o_h < H)[None, :]
     b_dgc = tl.load(dgc_ptr + o, mask=mask, other=0.0)  # [BT, BH]

@@ -114,9 +114,8 @@ def total_kernel(
     parts_ptr,  # [ND, n]
     y_ptr,  # [n] out
     n,
-    ND: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program: BLOCK sums of ND parts, added in their order.  Grid (n / BLOCK)."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     b_y = tl.zeros([BLOCK], tl.float32)

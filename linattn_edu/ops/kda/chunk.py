@@ -259,15 +259,18 @@ def prepared(
         )
     if safe_gate and not raw_gate:
         _check_promise(g, safe_bound)
-    dtype = q.dtype
-    if beyond or impl == "reference":  # where it costs no time
+    dtype, halves = q.dtype, beyond and _in_halves(impl, q, v, chunk_size)
+    if (beyond and not halves) or impl == "reference":  # where it costs no time
         q, k, v = in_float32(q, k, v)
+    if normalise and halves:  # rounded, a key of unit length would have another
+        q, k = in_float32(q, k)
     if normalise:
         q, k = unit(q, impl), unit(k, impl)
     save = "P A crossing" if place.group else "P A"
     q, k, v, g, *strength = place.joined(q, k, v, g, *strength)
     packed = place.bounds[0] is not None
-    fused = 0 if return_states else _fused_passes(impl, q, v, chunk_size, packed, strength)
+    staged = return_states or halves
+    fused = 0 if staged else _fused_passes(impl, q, v, chunk_size, packed, strength)
     if keep_all and fused == 2:
         save += " gc kg qg kd"
     elif keep_all:
@@ -275,7 +278,7 @@ def prepared(
     given = (
         q, k, v, g, *strength, A_log, dt_bias, place.entering(initial_state),
         *place.bounds, scale, gate_bound, safe_bound, output_final_state or place.writes,
-        chunk_size, fused, place.group, impl, "h" if return_states else "",
+        chunk_size, fused, halves, place.group, impl, "h" if return_states else "",
     )  # fmt: skip
 
     def results(outputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -315,6 +318,15 @@ def _fused_passes(
     if by_kind.kda_forward_stages(kind).takes == "staged":
         return 0
     return 1 + (by_kind.kda_backward_stages(kind, *gates).takes == "fused")
+
+
+def _in_halves(impl: str, q: Tensor, v: Tensor, chunk_size: int) -> bool:
+    """Whether the kernels multiply in two halves of 16 bit, where beta may be beyond 1."""
+    if impl != "triton":
+        return False
+    from linattn_edu.kernels.routes import by_kind, kind_of
+
+    return by_kind.kda_halves(kind_of(q, *v.shape[2:], chunk_size, None)).takes == "halves"
 
 
 @dataclass(frozen=True)
@@ -399,17 +411,17 @@ def declare(name: str, strength: dict[str, str], **more: object) -> Operator:
             "initial_state": "N HV K V?",
         },
         {
-            "o": like("B T HV V", "q", gradient="do"),
+            "o": like("B T HV V", "v", gradient="do"),
             "final_state": widened("N HV K V", "q g A_log dt_bias initial_state", gradient="dht"),
-            "P": like("B T HV C", "q"),
-            "A": like("B T HV C", "q"),
+            "P": like("B T HV C", "q", unless="halves"),
+            "A": like("B T HV C", "q", unless="halves"),
             "gc": widened("B T HV K", "g A_log dt_bias"),
-            "w": like("B T HV K", "q"),
-            "kg": like("B T HV K", "q"),
-            "qg": like("B T HV K", "q"),
-            "kd": like("B T HV K", "q"),
-            "h": like("B NT HV K V", "q"),
-            "v_new": like("B T HV V", "q"),
+            "w": like("B T HV K", "q", unless="halves"),
+            "kg": like("B T HV K", "q", unless="halves"),
+            "qg": like("B T HV K", "q", unless="halves"),
+            "kd": like("B T HV K", "q", unless="halves"),
+            "h": like("B NT HV K V", "q", unless="halves"),
+            "v_new": like("B T HV V", "q", unless="halves"),
             "crossing": widened("X HV K V", "q"),
         },
         options={
@@ -419,6 +431,7 @@ def declare(name: str, strength: dict[str, str], **more: object) -> Operator:
             "output_final_state": "bool",
             "chunk_size": "int",
             "fused": "int",
+            "halves": "bool",
         },
         residuals=Residuals,
         stages=stages,
@@ -453,6 +466,7 @@ def forward(
     lower_bound: float | None = None,
     safe_bound: float | None = None,
     chunk_size: int = 64,
+    halves: bool = False,
     packing: Packing | None = None,
     cp: Ranks | None = None,
     keep: Collection[str] = Residuals._fields,
@@ -460,10 +474,11 @@ def forward(
     """The chunked forward pass as a composition of stages (shapes as in chunk_kda).
 
     write: The write gate of chunk_gdn2, whose erase gate beta is then.
-    safe_bound: a promise that no log decay of a token is below it. cp: what other ranks send and
-    are sent. keep: the residuals that are returned; the others are freed as soon as no stage reads
-    them. Without h and v_new among them kda_scan takes the place of state and output. FusedStages
-    have neither w, h nor v_new, and they alone kd.
+    safe_bound: a promise that no log decay of a token is below it. halves: the kernels keep
+    float32, and multiply it in two halves of 16 bit. cp: what other ranks send and are sent. keep:
+    the residuals that are returned; the others are freed as soon as no stage reads them. Without h
+    and v_new among them kda_scan takes the place of state and output. FusedStages have neither w, h
+    nor v_new, and they alone kd.
     Returns o, the final state or None, and what the backward pass may read. Only the kernels take a
     packing.
 
@@ -476,8 +491,9 @@ def forward(
         scan = {"scale": scale, "output_final_state": output_final_state, **packed}
         return _fused(stages, q, k, v, gate, beta, write, initial_state, cp, options, scan, keep)
     gc = stages.gate_cumsum(g, A_log, dt_bias, lower_bound=lower_bound, **options)
-    P, A = stages.kda_intra(q, k, beta, gc, lower_bound=safe_bound, **options)
-    w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, write, **packed)
+    fine = {"precision": "halves"} if halves else {}
+    P, A = stages.kda_intra(q, k, beta, gc, lower_bound=safe_bound, **options, **fine)
+    w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, write, **packed, **fine)
     A = A if "A" in keep else None
     if cp is not None:
         cp.send(stages.piece_map, (kg, w, u, gc), initial_state, **options)
@@ -489,15 +505,16 @@ def forward(
         )
     else:
         o, final_state = stages.kda_scan(
-            qg, kg, w, u, gc, P, initial_state, output_final_state=output_final_state, **scaled
-        )
+            qg, kg, w, u, gc, P, initial_state, output_final_state=output_final_state, **scaled,
+            **fine,
+        )  # fmt: skip
     del u
     kept = Residuals(P, A, gc, w, kg, qg, None, h, v_new, cp and cp.crossing)
     kept = Residuals(*(x if n in keep else None for n, x in kept._asdict().items()))
     if h is not None:
         del A, gc, w, kg
         o = stages.output(qg, None, v_new, h, None, P, chunk_size=chunk_size, **scaled)
-    return o, final_state, kept
+    return o.to(v.dtype), final_state, kept
 
 
 def _fused(
@@ -546,6 +563,7 @@ def backward(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     lower_bound: float | None = None,
+    halves: bool = False,
     packing: Packing | None = None,
     cp: Ranks | None = None,
 ) -> tuple[Tensor | None, ...]:
@@ -556,8 +574,8 @@ def backward(
     compute the states always.
 
     Args:
-        do: Gradient of o.  dht: Gradient of the final state, or None.  write, cp: as in the forward
-            pass.
+        do: Gradient of o.  dht: Gradient of the final state, or None.  write, halves, cp: as in the
+            forward pass.
     Returns:
         dq, dk, dv, dg, dbeta, with write its gradient, dA_log and ddt_bias (or None), and the
         gradient of the initial state.
@@ -586,28 +604,31 @@ def backward(
         )
         dv, *dwrite = of_values or (dv,)
         return dq, dk, dv, dg, dbeta, *dwrite, dA_log, ddt_bias, dh0
+    fine = packed | ({"precision": "halves"} if halves else {})
+    if halves and (cp is not None or not again):  # of stages that know no halves
+        do = do.float()
     if again:
         gc = stages.gate_cumsum(g, A_log, dt_bias, **gate)
-        w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, write, **packed)
+        w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, write, **fine)
     back = {"P": P, "scale": scale, **options}
     if cp is not None:
         cp.send(stages.piece_map_bwd, (qg, kg, w, gc, do, None), dht, **back)
         dht = cp.receive(stages.cp_merge_bwd, dht)
     if again:
         h, v_new, dh, dv_new, dh0 = stages.kda_scans(
-            qg, kg, w, u, gc, P, do, initial_state, dht, scale=scale, **packed
+            qg, kg, w, u, gc, P, do, initial_state, dht, scale=scale, **fine
         )
         del u
     else:
         dh, dv_new, dh0 = stages.state_bwd(qg, kg, w, gc, do, None, dht, **back)
     del w, kg, qg
-    dqg, dP = stages.kda_output_bwd(v_new, h, do, scale=scale, **options)
+    dqg, dP = stages.kda_output_bwd(v_new, h, do, scale=scale, chunk_size=A.shape[-1], **fine)
     dkb, dkg, dv, dL, dstrength, dgl = stages.kda_wy_bwd(
-        v, beta if write is None else write, A, h, v_new, dh, dv_new, **packed
+        v, beta if write is None else write, A, h, v_new, dh, dv_new, **fine
     )
     del h, v_new, dh, dv_new
     dq, dk, dbeta, dgc = stages.kda_intra_bwd(
-        q, k, beta, gc, dP, dL, dqg, dkb, dkg, dgl, dstrength if write is None else None, **packed
+        q, k, beta, gc, dP, dL, dqg, dkb, dkg, dgl, dstrength if write is None else None, **fine
     )
     del gc, dP, dL, dqg, dkb, dkg
     dg, dA_log, ddt_bias = stages.gate_bwd(dgc, g, A_log, dt_bias, **gate)
