@@ -94,6 +94,13 @@ def test_fused_kernels(operator, device):
     check(operator, [0, 10, 80], 3, impl="triton", dtype=torch.bfloat16, device=device)
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_kernels_in_halves(keep, device):
+    """KDA that multiplies float32 in halves; maps of pieces are of whole numbers."""
+    options = {"allow_neg_eigval": True, "disable_recompute": keep, "impl": "triton"}
+    check("kda", [0, 10, 80], 3, dtype=torch.bfloat16, device=device, **options)
+
+
 DOCUMENTS = [0, 100, 700, 700, 800]
 
 

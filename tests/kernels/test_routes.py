@@ -292,6 +292,10 @@ CONDITIONS = {
         *NOT_GLUON, *NOT_BFLOAT16, {"K": 64}, {"K": 256}, {"aligned": False},
     )),
     "kda_near": ("anchored", (*NOT_BFLOAT16, {"generation": "ampere"})),
+    "kda_halves": ("halves", (
+        *NOT_BFLOAT16, {"generation": "ampere"}, {"generation": "blackwell"}, {"K": 33}, {"K": 256},
+        {"V": 256},
+    )),
 }  # fmt: skip
 
 
@@ -489,7 +493,7 @@ def test_what_is_decided_by_kind_sees_no_batch():
     }  # fmt: skip
     assert more == {
         "ranks", "gates", "low", "kept", "lower_bound", "size", "documents", "channels",
-        "gate",
+        "gate", "halves",
     }  # fmt: skip
     with choices.ask(GPUS["h100"], lambda *_: None):
         one, many = (torch.empty(B, 100, 2, 64, device="meta") for B in (1, 64))

@@ -57,7 +57,8 @@ def roundings(got, want, dtype):
 
 def check(f, x, beta, impl, dtype, **options):
     do, dht = cotangents(x)
-    want = exact(x, do, dht, **DOUBLED)
+    normal = {n: o for n, o in options.items() if n == "use_qk_l2norm_in_kernel"}
+    want = exact(x, do, dht, **DOUBLED, **normal)
     got = run(x, do, dht, f, output_final_state=True, impl=impl, **DOUBLED, **options)
     with torch.no_grad():  # which keeps nothing for a backward pass, and must round no more
         o, ht = f(**x, output_final_state=True, impl=impl, **DOUBLED, **options)
@@ -111,6 +112,16 @@ def test_a_beta_given_as_it_is(f, impl, device):
     want, _ = f(**x, **DOUBLED, impl=impl)
     got, _ = f(**given, allow_neg_eigval=True, impl=impl)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("option", ["use_qk_l2norm_in_kernel", "disable_recompute"])
+def test_halves_of_kda_with(option, device):
+    """Keys that are divided by their length keep all digits; what is kept is of float32 too."""
+    x = inputs(ONE, 1.99, 0, torch.bfloat16, device, T=100, HV=1, channels=True)
+    x["k"] = (3 * x["k"]).contiguous()
+    if option != "use_qk_l2norm_in_kernel":
+        x["k"] = F.normalize(x["k"].float(), dim=-1).to(torch.bfloat16)
+    check(chunk_kda, x, 1.99, "triton", torch.bfloat16, **{option: True})
 
 
 @pytest.mark.parametrize("f", [chunk_gated_delta_rule, chunk_kda])

@@ -206,7 +206,7 @@ KDA = (
     ({"gate": ("dt_bias",), "dtype": torch.bfloat16}, -5.0, None, ALL_KEPT, ""),
     ({"gate": ("A_log",), "dtype": torch.bfloat16}, None, None, ROWS_KEPT, ""),
     ({"halves": True, "dtype": torch.bfloat16}, None, None, "P A", ""),
-    ({"halves": True, "packed": True, "dtype": torch.bfloat16}, None, None, ALL_KEPT, ""),
+    ({"halves": True, "packed": True, "dtype": torch.bfloat16}, None, None, "P A", "h"),
 )
 
 

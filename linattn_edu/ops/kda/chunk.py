@@ -98,8 +98,9 @@ def chunk_kda(
             ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
         use_beta_sigmoid_in_kernel: Whether beta is given before its sigmoid.
         allow_neg_eigval: Whether beta may be beyond 1, as in :func:`chunk_gated_delta_rule`; in 16
-            bit everything is computed in float32 then. With keys alike and a beta beyond 1 of which
-            nothing is said, o and gradients are off by as much as they are.
+            bit everything is kept in float32 then, which in bfloat16 on Hopper, for an even K and V
+            up to 128, is multiplied as two numbers of bfloat16. With keys alike and a beta beyond 1
+            of which nothing is said, o and gradients are off by as much as they are.
         safe_gate: A promise that every log decay is at least lower_bound (-5 if None), in [-5, 0):
             in bfloat16 and float32 the forward pass need not look for channels that fade by more
             than 2^80 in 16 tokens, and is faster for it. With use_gate_in_kernel it needs
@@ -113,7 +114,7 @@ def chunk_kda(
             five times the memory of k at HV heads, in 16 bit, for a fifth of the time of the
             backward pass; last bits of gradients may differ. Elsewhere the stages one by one keep
             the states too: about four times the memory of q, k and v, for a quarter of the time of
-            their backward pass.
+            their backward pass; but nothing where allow_neg_eigval has them multiply in halves.
         return_intermediate_states: Whether to return the state entering each chunk too; no gradient
             flows through it.
         state_v_first: Whether states are ``[N, HV, V, K]``. Costs a copy of them.
@@ -147,7 +148,8 @@ def chunk_kda(
     included: :func:`fused_recurrent_kda`, bfloat16 and float32 hold larger ones.
 
     Memory: between the passes it keeps its inputs and, of each token and head, 2 chunk_size numbers
-    of q's dtype; more with the flags named in :func:`chunk_gated_delta_rule`.
+    of q's dtype, of float32 with allow_neg_eigval; more with the flags named in
+    :func:`chunk_gated_delta_rule`.
 
     Speed depends on the gates in bfloat16 on Hopper: the backward pass is faster where no channel
     of a group of 64 fades by more than 2^60 up to the middle of a chunk or from there (chapter 11),
@@ -273,7 +275,7 @@ def prepared(
     fused = 0 if staged else _fused_passes(impl, q, v, chunk_size, packed, strength)
     if keep_all and fused == 2:
         save += " gc kg qg kd"
-    elif keep_all:
+    elif keep_all and not halves:
         save, fused = "P A gc w kg qg h v_new", 0
     given = (
         q, k, v, g, *strength, A_log, dt_bias, place.entering(initial_state),
@@ -605,7 +607,7 @@ def backward(
         dv, *dwrite = of_values or (dv,)
         return dq, dk, dv, dg, dbeta, *dwrite, dA_log, ddt_bias, dh0
     fine = packed | ({"precision": "halves"} if halves else {})
-    if halves and (cp is not None or not again):  # of stages that know no halves
+    if halves and cp is not None:  # for maps of pieces, which know no halves
         do = do.float()
     if again:
         gc = stages.gate_cumsum(g, A_log, dt_bias, **gate)
