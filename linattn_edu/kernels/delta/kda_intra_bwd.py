@@ -70,13 +70,14 @@ def near_sums(b_q, b_k, b_g, b_beta, b_dP, b_low, b_dL, b_dL_low, b_dqg, b_dkb, 
     b_E = tl.exp2(b_g)
     b_F = tl.exp2(-b_g)
     b_kF, b_kF_low = in_halves(b_k * b_F, dtype)
-    b_qE, b_kE = b_q * b_E, b_k * b_E * b_beta
     b_qE_low, b_kE_low, b_below = None, None, None
-    if b_dL_low is not None:
-        b_qE, b_qE_low = in_halves(b_qE, dtype)
-        b_kE, b_kE_low = in_halves(b_kE, dtype)
+    if b_dL_low is None:
+        b_qE = cast(b_q * b_E, dtype)
+        b_kE = cast(b_k * b_E * b_beta, dtype)
+    else:
+        b_qE, b_qE_low = in_halves(b_q * b_E, dtype)
+        b_kE, b_kE_low = in_halves(b_k * b_E * b_beta, dtype)
         b_below = tl.trans(b_dL_low)
-    b_qE, b_kE = cast(b_qE, dtype), cast(b_kE, dtype)
     # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
     b_r = dot_halves(tl.trans(b_dP), tl.trans(b_low), b_qE, b_qE_low)
     b_r = dot_halves(tl.trans(b_dL), b_below, b_kE, b_kE_low, b_r)
@@ -270,8 +271,9 @@ def kda_intra_bwd_kernel(
             # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
             b_dP = cast(load_tile(dP_ptr + b * 16, o_c, o, HV * PW, n_t, 16), dtype)
             b_dL = load_tile(dL_ptr + b * 16, o_c, o, HV * PW, n_t, 16)
-            b_x = dot_as(tl.trans(b_dP), b_qE, None, PRECISION)
-            b_x = dot_as(tl.trans(b_dL), b_kE, b_x, PRECISION)
+            b_x = dot_as(
+                tl.trans(b_dL), b_kE, dot_as(tl.trans(b_dP), b_qE, None, PRECISION), PRECISION
+            )
             b_F = tl.exp2(b_ga - b_g)
             b_R += b_F * b_x
             b_dgc -= cast(b_k * b_F, dtype).to(tl.float32) * b_x
@@ -309,8 +311,9 @@ def kda_intra_bwd_kernel(
             b_kF = cast(b_k * b_F, dtype)
             b_x = dot_as(b_dPn, b_kF, b_x, PRECISION)
             b_y = dot_as(b_dLn, b_kF, b_y, PRECISION)
-            b_r = dot_as(tl.trans(b_dPn), b_qE, None, PRECISION)
-            b_r = dot_as(tl.trans(b_dLn), b_kE, b_r, PRECISION)
+            b_r = dot_as(
+                tl.trans(b_dLn), b_kE, dot_as(tl.trans(b_dPn), b_qE, None, PRECISION), PRECISION
+            )
             b_R += b_F * b_r
             # with the rounded operands, what i gains is what j loses, term by term
             b_dgc -= b_kF.to(tl.float32) * b_r
