@@ -6,7 +6,8 @@ import torch
 from delta.stage_checks import DTYPES, check_stage
 from fused.kda_checks import backward_parts, gates, once
 
-from linattn_edu.kernels.delta.kda_intra_bwd import kda_intra_bwd
+from linattn_edu.kernels.delta.kda_intra_bwd import CONFIGS, kda_intra_bwd
+from linattn_edu.kernels.rows import entry
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_intra_bwd import kda_intra_bwd as reference
 
@@ -26,6 +27,14 @@ def arguments(x, r):
 test_kernel_matches_reference = stages.matches("kda_intra_bwd", "kda", once)
 
 test_an_erase_gate = stages.matches("kda_intra_bwd", "gdn2")
+
+
+def test_an_erase_gate_leaves_the_row_of_others(device):
+    """Its own is narrower; every launch with these keys has the same row."""
+    k = torch.empty(1, dtype=torch.bfloat16, device=device)
+    before = dict(entry(CONFIGS, k).launch(36))
+    stages.check("kda_intra_bwd", "gdn2", 40, 36, 16, 32, torch.bfloat16, device)
+    assert entry(CONFIGS, k).launch(36) == before
 
 
 @gates

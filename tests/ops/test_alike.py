@@ -116,7 +116,7 @@ def test_a_beta_given_as_it_is(f, impl, device):
 
 @pytest.mark.parametrize("option", ["use_qk_l2norm_in_kernel", "disable_recompute"])
 def test_halves_of_kda_with(option, device):
-    """Keys that are divided by their length keep all digits; what is kept is of float32 too."""
+    """Keys that are divided by their length keep all digits; disable_recompute changes no bit."""
     x = inputs(ONE, 1.99, 0, torch.bfloat16, device, T=100, HV=1, channels=True)
     x["k"] = (3 * x["k"]).contiguous()
     if option != "use_qk_l2norm_in_kernel":

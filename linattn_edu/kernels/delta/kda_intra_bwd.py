@@ -72,11 +72,11 @@ def near_sums(b_q, b_k, b_g, b_beta, b_dP, b_low, b_dL, b_dL_low, b_dqg, b_dkb, 
     b_kF, b_kF_low = in_halves(b_k * b_F, dtype)
     b_qE_low, b_kE_low, b_below = None, None, None
     if b_dL_low is None:
-        b_qE = cast(b_q * b_E, dtype)
-        b_kE = cast(b_k * b_E * b_beta, dtype)
+        b_qE, b_kE = cast(b_q * b_E, dtype), cast(b_k * b_E * b_beta, dtype)
     else:
-        b_qE, b_qE_low = in_halves(b_q * b_E, dtype)
-        b_kE, b_kE_low = in_halves(b_k * b_E * b_beta, dtype)
+        b_qE, b_kE = b_q * b_E, b_k * b_E * b_beta
+        b_qE, b_qE_low = in_halves(b_qE, dtype)
+        b_kE, b_kE_low = in_halves(b_kE, dtype)
         b_below = tl.trans(b_dL_low)
     # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
     b_r = dot_halves(tl.trans(b_dP), tl.trans(b_low), b_qE, b_qE_low)
@@ -451,7 +451,7 @@ def launch_pairs(
     NT, *chunks = chunk_args(k, C, packing)
     config = (FINE if precision == "halves" else entry(CONFIGS, k)).launch(K)
     if K % 16 and beta.ndim == 4:  # rows that are not aligned take more registers
-        config["BK"] = min(config["BK"], 32)
+        config = config | {"BK": min(config["BK"], 32)}
     kda_intra_bwd_kernel[(NT * HV * (C // 16),)](
         q, k, *strength(beta), *others, dq, dk, dbeta, dgc, near, *chunks, T, H, HV, K, BT=C,
         HALVE=halving(k.dtype), PW=width, SUMMED=summed, PRECISION=precision, **config,
