@@ -21,7 +21,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from benchmarks.cases import DPLR_BOUND, SAFE_BOUND, TRAINING, Case
+from benchmarks.cases import BEYOND, DPLR_BOUND, SAFE_BOUND, TRAINING, Case
 from benchmarks.mamba import Average, Inputs, Token
 from linattn_edu.testing import GDNInputs
 
@@ -32,10 +32,12 @@ os.environ["FLA_FLASH_QLA"] = "0"
 Adapter = Callable[[GDNInputs | Inputs], Tensor | tuple[Tensor, Tensor]]
 
 
-def linattn_edu() -> Adapter:
+def linattn_edu(**options) -> Adapter:
     from linattn_edu import chunk_gated_delta_rule
 
-    return lambda i: chunk_gated_delta_rule(i.q, i.k, i.v, i.g, i.beta, impl="triton")[0]
+    return lambda i: chunk_gated_delta_rule(
+        i.q, i.k, i.v, i.g, i.beta, impl="triton", **options
+    )[0]  # fmt: skip
 
 
 def fla() -> Adapter:
@@ -79,18 +81,14 @@ def _offsets(B: int, T: int, device: torch.device) -> Tensor:
     return torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=device)
 
 
-def linattn_edu_kda() -> Adapter:
+def linattn_edu_kda(**options) -> Adapter:
     from linattn_edu import chunk_kda
 
-    return lambda i: chunk_kda(i.q, i.k, i.v, i.g, i.beta, impl="triton")[0]
+    return lambda i: chunk_kda(i.q, i.k, i.v, i.g, i.beta, impl="triton", **options)[0]
 
 
-def linattn_edu_kda_safe() -> Adapter:
-    from linattn_edu import chunk_kda
-
-    return lambda i: chunk_kda(
-        i.q, i.k, i.v, i.g, i.beta, safe_gate=True, lower_bound=SAFE_BOUND, impl="triton"
-    )[0]
+def linattn_edu_kda_safe(**options) -> Adapter:
+    return linattn_edu_kda(safe_gate=True, lower_bound=SAFE_BOUND, **options)
 
 
 def fla_kda() -> Adapter:
@@ -125,10 +123,10 @@ def cudnn_kda() -> Adapter:
     return f
 
 
-def linattn_edu_gdn2() -> Adapter:
+def linattn_edu_gdn2(**options) -> Adapter:
     from linattn_edu import chunk_gdn2
 
-    return lambda i: chunk_gdn2(i.q, i.k, i.v, i.g, i.beta, i.write, impl="triton")[0]
+    return lambda i: chunk_gdn2(i.q, i.k, i.v, i.g, i.beta, i.write, impl="triton", **options)[0]
 
 
 def fla_gdn2() -> Adapter:
@@ -277,12 +275,22 @@ def _mamba_ssm_folder() -> Path | None:
 
 
 def _decoded(name: str, of_fla: str) -> dict[str, dict]:
-    """Of ADAPTERS: a token, the state returned or, by ours, written where it was."""
+    """Of LIBRARIES: a token, the state returned or, by ours, written where it was."""
     ours = partial(decodes, "linattn_edu", name)
     return {
         "decode": {"linattn_edu": ours(), "fla": decodes(of_fla, name)},
         "decode_inplace": {"linattn_edu": ours(inplace_final_state=True)},
     }
+
+
+def _beyond(calls: dict[str, dict]) -> dict[str, dict]:
+    """Of LIBRARIES: these calls with beta up to 2: ours is told so, others take it as it is."""
+    declared = {"allow_neg_eigval": True}
+    return {
+        what: {x: partial(f, **declared) if x.startswith("linattn_edu") else f
+               for x, f in made.items()}
+        for what, made in calls.items()
+    }  # fmt: skip
 
 
 SSD_CHUNK = 256  # as Mamba-2's layers call it; ours takes shorter ones
@@ -302,12 +310,19 @@ _GDN2 = {"linattn_edu": linattn_edu_gdn2, "fla": fla_gdn2}
 _SSD = {"linattn_edu": linattn_edu_ssd, "mamba_ssm": mamba_ssm_ssd}
 _SSD_DECODE = {"linattn_edu": linattn_edu_ssd_decode, "mamba_ssm": mamba_ssm_decode}
 _EMA = {"linattn_edu": linattn_edu_ema, "mamba_ssm": mamba_ssm_ema}
+_GDN_CALLS = {"forward": {**_GDN, "flashinfer": flashinfer}, TRAINING: dict(_GDN)}
+_KDA_CALLS, _GDN2_CALLS = (
+    {what: dict(made) for what in ("forward", TRAINING)} for made in (_KDA, _GDN2)
+)
 # op of a case -> call -> library -> maker of its adapter
 LIBRARIES: dict[str, dict[str, dict[str, Callable[[], Adapter]]]] = {
-    "gdn": {"forward": {**_GDN, "flashinfer": flashinfer}, TRAINING: dict(_GDN)},
+    "gdn": _GDN_CALLS,
+    "gdn_beta2": _beyond(_GDN_CALLS),
     "gdn_decode": _decoded("fused_recurrent_gated_delta_rule", "fla.ops.gated_delta_rule"),
-    "kda": {"forward": dict(_KDA), TRAINING: dict(_KDA)},
-    "gdn2": {"forward": dict(_GDN2), TRAINING: dict(_GDN2)},
+    "kda": _KDA_CALLS,
+    "kda_beta2": _beyond(_KDA_CALLS),
+    "gdn2": _GDN2_CALLS,
+    "gdn2_beta2": _beyond(_GDN2_CALLS),
     "kda_decode": _decoded("fused_recurrent_kda", "fla.ops.kda"),
     "gdn2_decode": _decoded("fused_recurrent_gdn2", "fla.ops.gdn2"),
     "dplr": {"forward": dict(_DPLR), TRAINING: dict(_DPLR)},
@@ -347,6 +362,8 @@ def refusal(case: Case, what: str, library: str) -> str | None:
     """
     if library not in makers(case, what):
         return "no such call"
+    if case.op.endswith(BEYOND) and library in OPTIONAL:
+        return "not tried with beta up to 2"
     sides = SIDES.get(library, ())
     if (library, case.operator) == ("attn_gym", "kda"):
         sides = (128,)

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 CHUNK = 64
+BEYOND = "_beta2"  # end of an op whose beta is up to 2, by allow_neg_eigval
 GATE_BYTES = 4  # of an element of g, gc, their gradients, and a state outside the chunks
 
 # Measured on one H200, not read off the data sheet: a copy, and a dense bfloat16 product.
@@ -52,7 +53,7 @@ class Case:
         """Which operator it is, whichever way it is computed: "gdn", "kda", "dplr", by either name,
         or "ssd", which is Mamba-2 with its moving average."""
         same = {"ema": "ssd", "rwkv7": "dplr"}
-        return same.get(self.op, self.op.removesuffix("_decode"))
+        return same.get(self.op, self.op.removesuffix("_decode").removesuffix(BEYOND))
 
     @property
     def state_bytes(self) -> int:
@@ -83,11 +84,14 @@ CASES = {
         Case("gdn_gva", "gdn", 1, 32768, 16, 32, 128, 128, note="long, grouped value heads"),
         Case("gdn_long", "gdn", 1, 32768, 4, 4, 128, 128, note="long, few heads"),
         Case("gdn_d64", "gdn", 8, 4096, 32, 32, 64, 64, note="small heads"),
+        Case("gdn_beta2", "gdn_beta2", 8, 4096, 16, 16, 128, 128, note="gdn_train, beta up to 2"),
         Case("gdn_decode", "gdn_decode", 128, 1, 16, 32, 128, 128, note="the next token of many"),
         Case("kda_train", "kda", 8, 4096, 16, 16, 128, 128, note="a training batch"),
         Case("kda_kimi", "kda", 1, 32768, 32, 32, 128, 128, note="long, the heads of Kimi Linear"),
         Case("kda_long", "kda", 1, 32768, 4, 4, 128, 128, note="long, few heads"),
+        Case("kda_beta2", "kda_beta2", 8, 4096, 16, 16, 128, 128, note="kda_train, beta up to 2"),
         Case("gdn2_train", "gdn2", 8, 4096, 16, 16, 128, 128, note="the batch of kda_train"),
+        Case("gdn2_beta2", "gdn2_beta2", 8, 4096, 16, 16, 128, 128, note="gdn2_train, b up to 2"),
         Case("gdn2_decode", "gdn2_decode", 128, 1, 32, 32, 128, 128, note="kda_decode's token"),
         Case("kda_decode", "kda_decode", 128, 1, 32, 32, 128, 128, note="the next token of many"),
         Case("dplr_train", "dplr", 8, 4096, 16, 16, 128, 128, note="a training batch"),
@@ -106,9 +110,12 @@ OPERATORS = tuple(dict.fromkeys(case.operator for case in CASES.values()))
 TRAINING = "forward_backward"
 CALLS = {
     "gdn": ("forward", TRAINING),
+    "gdn_beta2": ("forward", TRAINING),
     "gdn_decode": ("decode", "decode_inplace"),
     "kda": ("forward", TRAINING),
+    "kda_beta2": ("forward", TRAINING),
     "gdn2": ("forward", TRAINING),
+    "gdn2_beta2": ("forward", TRAINING),
     "gdn2_decode": ("decode", "decode_inplace"),
     "kda_decode": ("decode", "decode_inplace"),
     "dplr": ("forward", TRAINING),
@@ -122,9 +129,12 @@ ALL_CALLS = tuple(dict.fromkeys(call for calls in CALLS.values() for call in cal
 # the public function of each op
 FUNCTIONS = {
     "gdn": "chunk_gated_delta_rule",
+    "gdn_beta2": "chunk_gated_delta_rule",
     "gdn_decode": "fused_recurrent_gated_delta_rule",
     "kda": "chunk_kda",
+    "kda_beta2": "chunk_kda",
     "gdn2": "chunk_gdn2",
+    "gdn2_beta2": "chunk_gdn2",
     "gdn2_decode": "fused_recurrent_gdn2",
     "kda_decode": "fused_recurrent_kda",
     "dplr": "chunk_dplr_delta_rule",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import dplr, mamba
-from benchmarks.cases import RATES, SAFE_BOUND, TRAINING, Case
+from benchmarks.cases import BEYOND, RATES, SAFE_BOUND, TRAINING, Case
 from linattn_edu.kernels.routes import forced
 from linattn_edu.reference.delta.recurrent import recurrent, recurrent_bwd
 from linattn_edu.testing import GDNInputs, gdn_inputs, kda_inputs, relative_rms
@@ -109,6 +109,8 @@ def inputs(case: Case, device: str = "cuda") -> Inputs:
         return dplr.inputs(case, DTYPES[case.size], device)
     decode = case.op.endswith("_decode")
     i = drawn(case, device, initial_state=decode)
+    if case.op.endswith(BEYOND):
+        i.beta.mul_(2)
     return replace(i, initial_state=0.1 * i.initial_state) if decode else i
 
 

@@ -70,11 +70,14 @@ def test_the_cases_are_those_that_the_peers_are_measured_on():
         "gdn_gva": (1, 32768, 16, 32, 128, 128),
         "gdn_long": (1, 32768, 4, 4, 128, 128),
         "gdn_d64": (8, 4096, 32, 32, 64, 64),
+        "gdn_beta2": (8, 4096, 16, 16, 128, 128),
         "gdn_decode": (128, 1, 16, 32, 128, 128),
         "kda_train": (8, 4096, 16, 16, 128, 128),
         "kda_kimi": (1, 32768, 32, 32, 128, 128),
         "kda_long": (1, 32768, 4, 4, 128, 128),
+        "kda_beta2": (8, 4096, 16, 16, 128, 128),
         "gdn2_train": (8, 4096, 16, 16, 128, 128),
+        "gdn2_beta2": (8, 4096, 16, 16, 128, 128),
         "gdn2_decode": (128, 1, 32, 32, 128, 128),
         "kda_decode": (128, 1, 32, 32, 128, 128),
         "dplr_train": (8, 4096, 16, 16, 128, 128),
@@ -94,7 +97,13 @@ def test_the_cases_are_those_that_the_peers_are_measured_on():
 def test_select():
     assert [c.name for c in select([])] == list(CASES)
     assert [c.name for c in select(["gdn_l", "gdn_train"])] == ["gdn_train", "gdn_long"]
-    assert [c.name for c in select(["kda"])] == ["kda_train", "kda_kimi", "kda_long", "kda_decode"]
+    assert [c.name for c in select(["kda"])] == [
+        "kda_train",
+        "kda_kimi",
+        "kda_long",
+        "kda_beta2",
+        "kda_decode",
+    ]
     with pytest.raises(ValueError, match="'kdb'"):
         select(["kdb"])
 
@@ -616,7 +625,7 @@ def test_a_bar_that_is_not_there_says_why(tmp_path):
     texts = drawn(data, tmp_path)
     for figure in ("forward", "backward"):
         said = sorted(text for text in texts[figure] if text.startswith("flash_qla: "))
-        assert said == ["flash_qla: K = V = 128 only"] + ["flash_qla: not measured"] * 2
+        assert said == ["flash_qla: K = V = 128 only"] + ["flash_qla: not measured"] * 3
     assert not [text for every in texts.values() for text in every if text.startswith("no ")]
 
 

@@ -145,6 +145,35 @@ def test_fla_is_called_as_the_general_delta_rule_is(case, package, safe, monkeyp
     assert i.gk.min() > -math.exp(-0.5)
 
 
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("gdn_beta2", "gated_delta_rule"), ("kda_beta2", "kda"), ("gdn2_beta2", "gdn2")],
+)
+def test_a_beta_up_to_2_is_declared_to_ours(name, package, monkeypatch, no_clock):
+    """The operator stands in for fla's, which is told nothing: both are right on these inputs."""
+    import linattn_edu
+
+    case = replace(CASES[name], B=1, T=80, H=2, HV=2, K=16, V=16)
+    f, seen = FUNCTIONS[case.op], []
+    rule = getattr(linattn_edu, f)
+
+    def of(library):
+        def call(*args, **given):
+            seen.append((library, given.pop("allow_neg_eigval", None)))
+            return rule(*args, **given | {"impl": "reference"}, allow_neg_eigval=True)
+
+        return call
+
+    stand_in(monkeypatch, f"fla.ops.{package}", **{f: of("fla")})
+    monkeypatch.setattr(linattn_edu, f, of("linattn_edu"))
+    beta = measure.inputs(case, DEVICE).beta
+    assert 1.2 < beta.max() <= 2 and beta.min() < 1
+    got = list(rows.call_rows(case, TRAINING, ["linattn_edu", "fla"], RATES, DEVICE))
+    assert [row["library"] for row, _ in got] == ["linattn_edu", "fla"]
+    assert all(row["error"] < 5e-3 and row["error_dbeta"] < 1e-2 for row, _ in got)
+    assert {*seen} == {("linattn_edu", True), ("fla", None)}
+
+
 def stand_in(monkeypatch, name: str, **functions) -> None:
     """A module with these functions, and the packages around it."""
     parts = name.split(".")
@@ -358,7 +387,15 @@ def test_a_case_that_a_library_refuses_is_not_tried():
     }
     of_128 = {("gdn_d64", what, "flash_qla") for what in ("forward", TRAINING)}
     gave_nan = {(case, what, library) for library, case, what in adapters.FAILED}
-    assert refused == of_128 | {("gdn_d64", "forward", "flashinfer")} | gave_nan
+    untried = {
+        (case.name, what, library)
+        for case in CASES.values()
+        if case.name.endswith("_beta2")
+        for what, made in adapters.LIBRARIES[case.op].items()
+        for library in ("attn_gym", "cudnn", "flashinfer")
+        if library in made
+    }
+    assert refused == of_128 | {("gdn_d64", "forward", "flashinfer")} | gave_nan | untried
     assert adapters.refusal(CASES["gdn_train"], TRAINING, "flashinfer") == "no such call"
     assert adapters.refusal(SMALL, "forward", "attn_gym") == "K = V = 64 or 128 only"
     assert adapters.refusal(KDA_SMALL, "forward", "attn_gym") == "K = V = 128 only"
