@@ -80,6 +80,11 @@ def sequence_args(x: torch.Tensor, packing: Packing | None):
     return packing.sequences, packing.cu_seqlens, packing.chunk_offsets
 
 
+def row_stride(x: torch.Tensor, size: int) -> int:
+    """Numbers from a row of x to the next one, where its rows are the last `size` numbers of it."""
+    return x.view(-1, size).stride(0)
+
+
 def whole(x: torch.Tensor, chunk_size: int, packing: Packing | None) -> bool:
     """Whether every chunk of x [B, T, ...] has chunk_size tokens."""
     return packing is None and x.shape[1] % chunk_size == 0

@@ -187,10 +187,13 @@ def dot_as(a, b, acc, precision: tl.constexpr):
 
 @triton.jit
 def dot_right(a, a_low, x, acc, FINE: tl.constexpr):
-    """a @ x + acc with x, in fp32, rounded to a's dtype; with FINE in two halves, and a_low's."""
+    """a @ x + acc with x, in fp32, rounded to a's dtype; with FINE in two halves, and a_low's.
+
+    The order of the sums is that of `dot_left`.
+    """
     if FINE:
         b_high, b_low = in_halves(x, a.dtype)
-        return dot_halves(a, a_low, b_high, b_low, acc)
+        return dot_halves(a, a_low, b_high, None, dot(a, b_low, acc))
     else:
         return dot(a, cast(x, a.dtype), acc)
 

@@ -76,7 +76,8 @@ def causal_conv1d(
             token's sequence.
         impl: "triton", "reference" or "auto", as in :func:`chunk_gated_delta_rule`.
 
-    Non-contiguous tensors, and on a GPU those that do not start at 16 bytes, are copied first.
+    x may have its tokens at any one distance, as a slice of a projection has; other non-contiguous
+    tensors, and on a GPU those that do not start at 16 bytes, are copied first.
 
     Accuracy: the arithmetic is in float32 (float64 where an input is); y is rounded once, before
     residual is added. The kernels give a token the same bits of y wherever its sequence is split
@@ -148,7 +149,8 @@ def causal_conv1d_fn(
 
     Args:
         x: ``[B, D, T]``, float32, float16 or bfloat16 (float64: reference only); T may be 0. The
-            transpose of a contiguous ``[B, T, D]`` is not copied, and y is one too.
+            transpose of a contiguous ``[B, T, D]``, or of a slice of its channels, is not copied,
+            and y is the transpose of a contiguous one.
         weight: ``[D, W]``, W from 1 to 8, any of these dtypes: the last column is the factor of the
             token itself.
         bias: b ``[D]``, any of these dtypes, zero if None.
@@ -317,6 +319,7 @@ convolve = Operator(
     packed="ranks",
     transition="H",
     constants=("seq_idx",),
+    apart={"x": 1},
 )
 
 

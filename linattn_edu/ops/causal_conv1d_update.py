@@ -157,7 +157,7 @@ update = Operator(
     options={"activation": "str?"},
     stages=stages,
     mutates="state",
-    apart=("x",),
+    apart={"x": 2},
 )
 
 

@@ -74,7 +74,7 @@ read = Operator(
     {"rows": like("N HV P S", "pool")},
     options={"name": "str", "of": "str"},
     stages=lambda impl: None,
-    apart=("pool",),
+    apart={"pool": 3},
 )
 
 

@@ -163,6 +163,7 @@ norm = Operator(
     {"y": like("... G D", "x", gradient="dy"), "rstd": widened("... G", "x")},
     options={"eps": "float", "norm_before_gate": "bool", "activation": "str"},
     stages=stages,
+    apart={"z": 2},
 )
 
 

@@ -100,19 +100,24 @@ def contiguous(x: Tensor | None) -> Tensor | None:
     return x.clone() if x.is_cuda and x.data_ptr() % 16 else x
 
 
-def contiguous_rows(x: Tensor | None) -> Tensor | None:
-    """x, if its rows x[i] have no gaps and start at 16 bytes on a GPU, however far apart they are,
-    as slices of a projection's rows are; else as `contiguous`.
+def contiguous_rows(x: Tensor | None, axes: int) -> Tensor | None:
+    """x, if its rows, each its last `axes` axes, have no gaps, start at 16 bytes on a GPU, and
+    follow each other at one distance, however far, as slices of a projection's rows do; else as
+    `contiguous`.
     """
     if x is None:
         return None
-    stride, size = x.stride(), 1
-    for d in range(x.ndim - 1, 0, -1):
-        if x.shape[d] != 1 and stride[d] != size:
+    size, far = 1, None
+    for d in range(x.ndim - 1, -1, -1):
+        if x.shape[d] == 1:
+            continue
+        if d < x.ndim - axes and far is None:
+            far = size = x.stride(d)
+        if x.stride(d) != size:
             return contiguous(x)
         size *= x.shape[d]
-    far = stride[0] * x.element_size() if x.shape[0] > 1 else 0
-    return contiguous(x) if x.is_cuda and (x.data_ptr() % 16 or far % 16) else x
+    unaligned = x.data_ptr() % 16 or (far or 0) * x.element_size() % 16
+    return contiguous(x) if x.is_cuda and unaligned else x
 
 
 # types of devices with autocast: once, because torch.compile of PyTorch 2.11 cannot ask

@@ -9,7 +9,7 @@ from gdn_checks import PAYS, exact_products, launches, some_forget, without_gluo
 from linattn_edu.kernels.delta import warm_up
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum as gate_cumsum_kernel
 from linattn_edu.kernels.fused import gdn_fwd as kernels
-from linattn_edu.kernels.fused.gdn_intra import intra_chunk
+from linattn_edu.kernels.fused.gdn_intra import intra_chunk, intra_halves
 from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.routes import forced, limits
 from linattn_edu.kernels.rows import device_of
@@ -32,7 +32,10 @@ test_chunk_fwd_kernels_match_reference = registry.matches("chunk_fwd", "gdn_fuse
     ("T", "K", "V", "packed"), [(150, 128, 128, False), (65, 100, 64, False), (130, 128, 128, True)]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_scan_transposed_gives_the_same_bits(T, K, V, packed, dtype, device, force, monkeypatch):
+@pytest.mark.parametrize("halves", [False, True])
+def test_scan_transposed_gives_the_same_bits(
+    T, K, V, packed, halves, dtype, device, force, monkeypatch
+):
     """Which of the two runs follows from what fills the GPU, and must not be seen."""
     x = inputs(T, K, V, dtype, device)
     tensors, h0, own = (x.q, x.k, x.v, x.g, x.beta), x.initial_state, {}
@@ -46,13 +49,19 @@ def test_scan_transposed_gives_the_same_bits(T, K, V, packed, dtype, device, for
     # as if it had one multiprocessor: tiles of 64 columns
     monkeypatch.setattr("linattn_edu.kernels.rows.device_of", lambda _: (generation, 1))
     gc = gate_cumsum_kernel(g, chunk_size=64, **own)
-    P, R, _ = intra_chunk(q, k, beta, gc, chunk_size=64, **own)
+    if halves:
+        P, R, *low = intra_halves(q, k, beta, gc, chunk_size=64, **own)
+        written = beta, low
+    else:
+        (P, R, _), written = intra_chunk(q, k, beta, gc, chunk_size=64, **own), ()
     exact_products(monkeypatch)
     got = []
     for form in ("transposed", "upright"):
         force(transposed=form)
         options = {"scale": 0.3, "output_final_state": True, **own}
-        got.append(kernels.scan(q, k, v, gc, P, R, h0, **options))
+        with launches() as ran:
+            got.append(kernels.scan(q, k, v, gc, P, R, h0, *written, **options))
+        assert ran[-1].__name__ == {"transposed": "scan_transposed_kernel"}.get(form, "scan_kernel")
     for name, a, b in zip(("o", "final_state"), *got, strict=True):
         assert_close(name, a, b, 0)
 

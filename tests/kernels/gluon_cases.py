@@ -1,11 +1,13 @@
 """The kernels in Gluon, each as a launcher calls it, for the interpreter of Gluon."""
 
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import NamedTuple
 
 import pytest
 import stages
 import torch
+from apart import apart
 from gdn_checks import PAYS
 
 from linattn_edu.gluon_interpreter import interpreted
@@ -35,6 +37,7 @@ class Case(NamedTuple):
     more: dict = MappingProxyType({})  # options of the stage
     C: int = 64
     between: tuple = ()  # what parts have before the dtype
+    change: Callable | None = None  # of the parts
 
     def check(self, device, **how) -> None:
         """The stage's results are its reference's; how: of `interpreted`."""
@@ -42,7 +45,13 @@ class Case(NamedTuple):
         with forced(**PAYS, **self.forced), interpreted(**how) as ran:
             sizes = self.T, self.K, self.V, self.C, *self.between, self.dtype, device
             stages.check(
-                self.stage, self.family, *sizes, without=self.without, more=self.more, **self.kinds
+                self.stage,
+                self.family,
+                *sizes,
+                without=self.without,
+                change=self.change,
+                more=self.more,
+                **self.kinds,
             )
         assert [x.__name__.removesuffix("_gluon_kernel") for x in ran] == self.kernels.split()
 
@@ -70,6 +79,11 @@ def shut(T: int) -> torch.Tensor:
     g = gates(T)
     g[:, 64, 1] = -200.0
     return g
+
+
+def tokens_apart(r) -> None:
+    """x is a slice of the rows of a projection."""
+    r.x = apart(r.x, 2)
 
 
 ENDS = ("h0", "dht")
@@ -145,6 +159,10 @@ CASES = {
         "ssd_bwd_dx", "ssd_fused", "ssd_bwd_dx", _SSD | {"SSD_MANY": 2}, 128, HEAD, 64,
         dtype=FP16, C=128, between=((6, 2), "none"),
     ),
+    "ssd_bwd, tokens apart": Case(
+        "ssd_bwd_dx", "ssd_fused", "ssd_bwd_dx", _SSD, 128, HEAD, 64, C=128,
+        between=((4, 2), "all"), without=("seq_idx",), change=tokens_apart,
+    ),
     "ssd_states": Case(
         "ssd_states", "ssd_fused", "ssd_states", _STATES, 384, HEAD, 64, C=128,
         between=((4, 2), "all"), without=("seq_idx",),
@@ -152,6 +170,10 @@ CASES = {
     "ssd_states, in pieces": Case(
         "ssd_states", "ssd_fused", "ssd_states", _STATES | {"SSD_PIECE": 128}, 384, HEAD, 64,
         dtype=FP16, C=128, between=((4, 1), "none"),
+    ),
+    "ssd_states, tokens apart": Case(
+        "ssd_states", "ssd_fused", "ssd_states", _STATES, 256, HEAD, 64, C=128,
+        between=((4, 2), "all"), without=("seq_idx",), change=tokens_apart,
     ),
     "ssd_states, back": Case(
         "ssd_states_bwd", "ssd_fused", "ssd_states", _STATES, 256, HEAD, 64, C=128,
@@ -177,6 +199,11 @@ CASES = {
         "ssd_fwd", "ssd_fused", "ssd_fwd", {"ssd_fwd": "gluon", "SSD_PIECE": 128}, 384, HEAD, 64,
         dtype=FP16, between=((4, 1), "none"), without=("seq_idx", "z"),
         more={"output_final_state": True},
+    ),
+    "ssd_fwd, tokens apart": Case(
+        "ssd_fwd", "ssd_fused", "ssd_fwd", {"ssd_fwd": "gluon"}, 256, HEAD, 64, C=128,
+        between=((4, 2), "none"), without=("z",), more={"output_final_state": True},
+        change=tokens_apart,
     ),
     "ssd_fwd, no states": Case(
         "ssd_fwd", "ssd_fused", "ssd_fwd", {"ssd_fwd": "gluon"}, 192, HEAD, 64,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.rows import chunk_args, row, sequence_args
+from linattn_edu.kernels.rows import chunk_args, row, row_stride, sequence_args
 from linattn_edu.kernels.tiles import (
     INTERPRETED,
     cast,
@@ -68,9 +68,9 @@ def store_state(s_ptr, b_s, o_w, o_d, D: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def load_tokens(x_ptr, o_t, o_d, t0, n, D: tl.constexpr):
+def load_tokens(x_ptr, o_t, o_d, t0, n, ROW: tl.constexpr, D: tl.constexpr):
     """Rows o_t of a tile that begins with token t0 of n, in fp32; 0 where there is no token."""
-    return load_tile(x_ptr, rows_of(o_t, t0, n), o_d, D, n - t0, D).to(tl.float32)
+    return load_tile(x_ptr, rows_of(o_t, t0, n), o_d, ROW, n - t0, D).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["tokens", "T"])
@@ -104,14 +104,14 @@ def own(b_x, b_n, i: tl.constexpr):
 
 
 @triton.jit
-def load_walks(x_ptr, s_ptr, w_ptr, b_ptr, o_g, o_d, i_n, first, t0, n, D: tl.constexpr,
-               W: tl.constexpr, LAST: tl.constexpr):  # fmt: skip
+def load_walks(x_ptr, s_ptr, w_ptr, b_ptr, o_g, o_d, i_n, first, t0, n, ROW: tl.constexpr,
+               D: tl.constexpr, W: tl.constexpr, LAST: tl.constexpr):  # fmt: skip
     """u of the rows 1 - W to LAST - 1 of the walks that begin with rows o_g of a tile, where tokens
     of the state have negative numbers; the W weights of a sum, oldest first, and its bias, if any.
     """
     b_us, b_ws = (), ()
     for i in tl.static_range(1 - W, LAST):
-        b_u = load_tokens(x_ptr + first * D, o_g + i, o_d, t0, n, D)
+        b_u = load_tokens(x_ptr + first * ROW, o_g + i, o_d, t0, n, ROW, D)
         if s_ptr is not None and t0 <= 0:
             b_u += load_state(s_ptr + i_n * D * W, W + t0 + o_g + i, o_d, D, W)
         b_us = b_us + (b_u,)  # noqa: RUF005  (Triton has no starred tuples)
@@ -144,7 +144,7 @@ def of_last(n_ptr, o_t, t0, n):
 
 @triton.jit(do_not_specialize=["NT", "T"])
 def causal_conv1d_kernel(
-    x_ptr,  # [B, T, D]
+    x_ptr,  # [B, T, D], a token ROW numbers after the one before
     w_ptr,  # [D, W]
     b_ptr,  # [D] or None
     s_ptr,  # [N, D, W] or None: initial state
@@ -155,7 +155,7 @@ def causal_conv1d_kernel(
     chunks_ptr,  # [NT, 2] or None
     NT,
     T,
-    D: tl.constexpr, W: tl.constexpr,
+    ROW: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
     SILU: tl.constexpr,
 ):  # fmt: skip
@@ -167,7 +167,9 @@ def causal_conv1d_kernel(
     o_g = tl.arange(0, BT // ROWS) * ROWS
     if n_ptr is not None:
         n_ptr += first
-    b_us, b_ws = load_walks(x_ptr, s_ptr, w_ptr, b_ptr, o_g, o_d, i_n, first, t0, n, D, W, ROWS)
+    b_us, b_ws = load_walks(
+        x_ptr, s_ptr, w_ptr, b_ptr, o_g, o_d, i_n, first, t0, n, ROW, D, W, ROWS
+    )
     for i in tl.static_range(ROWS):
         o_t = o_g + i
         b_n = reaches(n_ptr, o_t, t0, n, W)
@@ -198,7 +200,7 @@ def added(b_dws, b_us, b_dp, b_n, i: tl.constexpr, W: tl.constexpr):
 
 @triton.jit(do_not_specialize=["NT", "T"])
 def causal_conv1d_bwd_kernel(
-    x_ptr,  # [B, T, D]
+    x_ptr,  # [B, T, D], a token ROW numbers after the one before
     w_ptr,  # [D, W]
     b_ptr,  # [D] or None
     s_ptr,  # [N, D, W] or None: initial state
@@ -212,7 +214,7 @@ def causal_conv1d_bwd_kernel(
     chunks_ptr,  # [NT, 2] or None
     NT,
     T,
-    D: tl.constexpr, W: tl.constexpr,
+    ROW: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
     SILU: tl.constexpr,
 ):  # fmt: skip
@@ -225,10 +227,12 @@ def causal_conv1d_bwd_kernel(
     if n_ptr is not None:
         n_ptr += first
     LAST: tl.constexpr = ROWS + W - 1
-    b_us, b_ws = load_walks(x_ptr, s_ptr, w_ptr, b_ptr, o_g, o_d, i_n, first, t0, n, D, W, LAST)
+    b_us, b_ws = load_walks(
+        x_ptr, s_ptr, w_ptr, b_ptr, o_g, o_d, i_n, first, t0, n, ROW, D, W, LAST
+    )
     b_dys, b_dps, b_dws = (), (), (tl.zeros([BT // ROWS, BD], tl.float32),) * (W + 1)
     for i in tl.static_range(LAST):
-        b_dys = b_dys + (load_tokens(dy_ptr + first * D, o_g + i, o_d, t0, n, D),)  # noqa: RUF005
+        b_dys = b_dys + (load_tokens(dy_ptr + first * D, o_g + i, o_d, t0, n, D, D),)  # noqa: RUF005
     for i in tl.static_range(LAST):
         b_n, b_dp = reaches(n_ptr, o_g + i, t0, n, W), b_dys[i]
         if SILU:
@@ -307,7 +311,7 @@ def causal_conv1d(
     y = torch.empty_like(x)
     config = FORWARD.launch()
     causal_conv1d_kernel[(tiles * cdiv(D, config["BD"]),)](
-        x, weight, bias, initial_state, n, y, ht, *sequences, NT, T, D, W, BT,
+        x, weight, bias, initial_state, n, y, ht, *sequences, NT, T, row_stride(x, D), D, W, BT,
         SILU=activation == "silu", **config,
     )  # fmt: skip
     return y, ht
@@ -337,8 +341,8 @@ def causal_conv1d_bwd(
     dh0 = None if initial_state is None else torch.empty_like(initial_state)
     config = BACKWARD.launch()
     causal_conv1d_bwd_kernel[(tiles * cdiv(D, config["BD"]),)](
-        x, weight, bias, initial_state, n, dy, dht, dx, dw, dh0, *sequences, NT, T, D, W,
-        BT, SILU=activation == "silu", **config,
+        x, weight, bias, initial_state, n, dy, dht, dx, dw, dh0, *sequences, NT, T,
+        row_stride(x, D), D, W, BT, SILU=activation == "silu", **config,
     )  # fmt: skip
     *dw, db = dw.sum(0)
     dw = torch.stack(dw, 1).to(weight.dtype)

@@ -1,6 +1,5 @@
 """The short convolution of new tokens, the state written in place: one kernel."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -109,9 +108,8 @@ def causal_conv1d_update(
     BD = max(1, min(config["BD"], config["BD"] * COLUMNS // BS))
     strides = [0 if t.shape[0] == 1 else t.stride(0) for t in (x, state)]
     inner = (S, 1) if state[:1].is_contiguous() else (1, D)
-    with torch.cuda.device_of(x):
-        causal_conv1d_update_kernel[(B * cdiv(D, BD),)](
-            state, x, weight, bias, y, lengths, indices, *strides, state.shape[0], T, D, S,
-            weight.shape[1], *inner, SILU=activation == "silu", **config | {"BD": BD, "BS": BS},
-        )  # fmt: skip
+    causal_conv1d_update_kernel[(B * cdiv(D, BD),)](
+        state, x, weight, bias, y, lengths, indices, *strides, state.shape[0], T, D, S,
+        weight.shape[1], *inner, SILU=activation == "silu", **config | {"BD": BD, "BS": BS},
+    )  # fmt: skip
     return y

@@ -58,10 +58,9 @@ def _launch(
     """Launch cumsum_kernel on so many chunks."""
     T, D = x.shape[1:]
     y = torch.empty_like(x, dtype=torch.float32)
-    with torch.cuda.device_of(x):
-        cumsum_kernel[(chunks * cdiv(D, BH),)](
-            x, y, scale, *bounds, T, D, BC, BT, BH, reverse, num_warps=4
-        )
+    cumsum_kernel[(chunks * cdiv(D, BH),)](
+        x, y, scale, *bounds, T, D, BC, BT, BH, reverse, num_warps=4
+    )
     return y
 
 

@@ -167,10 +167,9 @@ def gate(
     """Launch gate_kernel; arguments and result as in the reference."""
     n, (D, PER, width) = g.shape[0] * g.shape[1], columns(g)
     y = torch.empty_like(g, dtype=torch.float32)
-    with torch.cuda.device_of(g):
-        gate_kernel[(cdiv(n, TOKENS) * cdiv(D, width),)](
-            g, A_log, dt_bias, y, lower_bound, n, D, PER, BT=TOKENS, BD=width, num_warps=4
-        )
+    gate_kernel[(cdiv(n, TOKENS) * cdiv(D, width),)](
+        g, A_log, dt_bias, y, lower_bound, n, D, PER, BT=TOKENS, BD=width, num_warps=4
+    )
     return y
 
 
@@ -186,9 +185,7 @@ def layer_gate_bwd(
     n, (D, PER, width) = g.shape[0] * g.shape[1], columns(g)
     dg = torch.empty_like(g)
     sums = g.new_empty(cdiv(n, TOKENS), 2, D, dtype=torch.float32)
-    with torch.cuda.device_of(g):
-        layer_gate_bwd_kernel[(cdiv(n, TOKENS) * cdiv(D, width),)](
-            dy, g, A_log, dt_bias, dg, sums, lower_bound, n, D, PER, BT=TOKENS, BD=width,
-            num_warps=4,
-        )  # fmt: skip
+    layer_gate_bwd_kernel[(cdiv(n, TOKENS) * cdiv(D, width),)](
+        dy, g, A_log, dt_bias, dg, sums, lower_bound, n, D, PER, BT=TOKENS, BD=width, num_warps=4
+    )
     return dg, *parameter_gradients(sums, A_log, dt_bias)

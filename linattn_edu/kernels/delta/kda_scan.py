@@ -97,7 +97,7 @@ def kda_scan(
     initial_state = pieces.entering(
         cp_merge, piece_map, (kg, w, u, gc), initial_state, chunk_size=chunk_size
     )
-    o = torch.empty_like(u)
+    o = torch.empty_like(u, dtype=torch.bfloat16 if precision == "halves" else u.dtype)
     last = kg.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
     grid, config = scan_launch(CONFIGS, kg, pieces.N * HV, V)
     kda_scan_kernel[grid](

@@ -83,8 +83,7 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Launch l2norm_kernel; arguments and result as in the reference."""
     y, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
     n, tiles = rstd.numel(), _tiles(x.shape[-1])
-    with torch.cuda.device_of(x):
-        l2norm_kernel[(cdiv(n, tiles["BR"]),)](x, y, rstd, n, eps, **tiles, num_warps=4)
+    l2norm_kernel[(cdiv(n, tiles["BR"]),)](x, y, rstd, n, eps, **tiles, num_warps=4)
     return y, rstd
 
 
@@ -92,6 +91,5 @@ def l2norm_bwd(x: Tensor, rstd: Tensor, dy: Tensor) -> Tensor:
     """Launch l2norm_bwd_kernel; arguments and result as in the reference."""
     dx = torch.empty_like(x)
     n, tiles = rstd.numel(), _tiles(x.shape[-1])
-    with torch.cuda.device_of(x):
-        l2norm_bwd_kernel[(cdiv(n, tiles["BR"]),)](x, rstd, dy, dx, n, **tiles, num_warps=4)
+    l2norm_bwd_kernel[(cdiv(n, tiles["BR"]),)](x, rstd, dy, dx, n, **tiles, num_warps=4)
     return dx

@@ -425,13 +425,11 @@ def recurrent(
         final_state = q.new_empty(N, HV, *((V, K) if v_first else (K, V)), dtype=torch.float32)
     width, none = min(block(V), BV), initial_state is None
     h0, rows = (q.new_empty(1, dtype=torch.float32), 0) if none else (initial_state, K)
-    with torch.cuda.device_of(q):
-        recurrent_kernel[(N * HV * cdiv(V, width),)](
-            q, k, v, g, gk, gv, beta, write, A_log, dt_bias, lower_bound, h0, rows, o,
-            final_state, indices, accepted, stride, pool_slots, scale, cu_seqlens, T, H, HV, K, V,
-            BK=block(K), BV=width, NORM=normalise, SIGMOID=sigmoid, V_FIRST=v_first, SLOTS=slots,
-            num_warps=4,
-        )  # fmt: skip
+    recurrent_kernel[(N * HV * cdiv(V, width),)](
+        q, k, v, g, gk, gv, beta, write, A_log, dt_bias, lower_bound, h0, rows, o, final_state,
+        indices, accepted, stride, pool_slots, scale, cu_seqlens, T, H, HV, K, V, BK=block(K),
+        BV=width, NORM=normalise, SIGMOID=sigmoid, V_FIRST=v_first, SLOTS=slots, num_warps=4,
+    )  # fmt: skip
     return o, final_state
 
 
@@ -472,12 +470,11 @@ def recurrent_bwd(
     dv, dh0 = torch.empty_like(v), new(N, HV, K, V)
     dgk = None if gk is None else new(NV, B, T, HV, K)
     dgv = None if gv is None else new(B, T, HV, V)
-    with torch.cuda.device_of(q):
-        recurrent_bwd_kernel[(N * HV * NV,)](
-            q, k, v, g, gk, gv, beta, write, initial_state, do, dht, kept, inner,
-            dq, dk, dv, dg, dbeta, dwrite, dgk, dgv, dh0, scale, cu_seqlens, offsets, T, B * T,
-            length, H, HV, K, V, BK=block(K), BV=BV_BWD, num_warps=4,
-        )  # fmt: skip
+    recurrent_bwd_kernel[(N * HV * NV,)](
+        q, k, v, g, gk, gv, beta, write, initial_state, do, dht, kept, inner, dq, dk, dv, dg, dbeta,
+        dwrite, dgk, dgv, dh0, scale, cu_seqlens, offsets, T, B * T, length, H, HV, K, V,
+        BK=block(K), BV=BV_BWD, num_warps=4,
+    )  # fmt: skip
     dq, dk = (x.sum(0).unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))
     dgk = None if gk is None else dgk.sum(0)
     results = dq, dk, dv, None if g is None else dg.sum(0), dbeta.sum(0), dgk, dgv, dh0

@@ -308,15 +308,14 @@ def replay(
     """
     N, T, _, K = q.shape
     sizes, o = _sizes(keys, writes, decays, counts), torch.empty_like(v)
-    with torch.cuda.device_of(q):
-        replay_kernel[(N * sizes["HV"] * counts.shape[2],)](
-            q, k, v, g if gk is None else gk, beta, A_log, dt_bias, lower_bound,
-            state, keys, writes, decays, counts, o, indices, accepted, state.stride(0),
-            state.shape[0], K**-0.5 if scale is None else scale, T,
-            L=length, BR=1 << (length - 1).bit_length(), NORM=normalise, SIGMOID=sigmoid,
-            V_FIRST=v_first, ONE=T == 1, **sizes,
-            **limits(sizes["BK"] * sizes["BV"], sizes["G"], T),
-        )  # fmt: skip
+    replay_kernel[(N * sizes["HV"] * counts.shape[2],)](
+        q, k, v, g if gk is None else gk, beta, A_log, dt_bias, lower_bound,
+        state, keys, writes, decays, counts, o, indices, accepted, state.stride(0),
+        state.shape[0], K**-0.5 if scale is None else scale, T,
+        L=length, BR=1 << (length - 1).bit_length(), NORM=normalise, SIGMOID=sigmoid,
+        V_FIRST=v_first, ONE=T == 1, **sizes,
+        **limits(sizes["BK"] * sizes["BV"], sizes["G"], T),
+    )  # fmt: skip
     return o
 
 
@@ -333,9 +332,8 @@ def commit(
 ) -> Tensor:
     """Launch commit_kernel; arguments as in the reference, v_first as in replay."""
     sizes, folded = _sizes(keys, writes, decays, counts), counts.new_empty(len(indices))
-    with torch.cuda.device_of(state):
-        commit_kernel[(len(indices) * sizes["HV"] * counts.shape[2],)](
-            state, keys, writes, decays, counts, folded, indices, accepted, state.stride(0),
-            state.shape[0], V_FIRST=v_first, **sizes, **limits(sizes["BK"] * sizes["BV"]),
-        )  # fmt: skip
+    commit_kernel[(len(indices) * sizes["HV"] * counts.shape[2],)](
+        state, keys, writes, decays, counts, folded, indices, accepted, state.stride(0),
+        state.shape[0], V_FIRST=v_first, **sizes, **limits(sizes["BK"] * sizes["BV"]),
+    )  # fmt: skip
     return folded

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.l2norm import power
+from linattn_edu.kernels.rows import row_stride
 from linattn_edu.kernels.tiles import (
     cdiv,
     load_row,
@@ -46,12 +47,12 @@ def rms_norm_gated_kernel(
     x_ptr,  # [n, G, D]
     w_ptr,  # [G, D] or None
     b_ptr,  # [G, D] or None
-    z_ptr,  # [n, G, D] or None
+    z_ptr,  # [n, G, D] or None, a row ROW numbers after the one before
     y_ptr,  # [n, G, D] out
     rstd_ptr,  # [n, G] out
     n,
     eps,
-    G: tl.constexpr, D: tl.constexpr,
+    ROW: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     BR: tl.constexpr, BD: tl.constexpr,
     BEFORE: tl.constexpr,  # the gate comes before the norm
     SILU: tl.constexpr,
@@ -65,7 +66,8 @@ def rms_norm_gated_kernel(
     i_x, rows = first * G * D + i_g * D, n - first
     b_v = load_tile(x_ptr + i_x, o_r, o_d, G * D, rows, D).to(tl.float32)  # [BR, BD]
     if z_ptr is not None:
-        b_a = gate(load_tile(z_ptr + i_x, o_r, o_d, G * D, rows, D).to(tl.float32), SILU)
+        b_z = load_tile(z_ptr + first * ROW + i_g * D, o_r, o_d, ROW, rows, D)
+        b_a = gate(b_z.to(tl.float32), SILU)
         if BEFORE:
             # eq:norm-gate-first   v = x act(z)
             b_v *= b_a
@@ -86,7 +88,7 @@ def rms_norm_gated_bwd_kernel(
     x_ptr,  # [n, G, D]
     w_ptr,  # [G, D] or None
     b_ptr,  # [G, D] or None
-    z_ptr,  # [n, G, D] or None
+    z_ptr,  # [n, G, D] or None, a row ROW numbers after the one before
     rstd_ptr,  # [n, G]
     dy_ptr,  # [n, G, D]
     dx_ptr,  # [n, G, D] out
@@ -95,7 +97,7 @@ def rms_norm_gated_bwd_kernel(
     dz_ptr,  # [n, G, D] out, or None
     n,
     TILES,  # of BR rows each
-    G: tl.constexpr, D: tl.constexpr,
+    ROW: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     BR: tl.constexpr, BD: tl.constexpr,
     BEFORE: tl.constexpr,  # the gate comes before the norm
     SILU: tl.constexpr,
@@ -115,7 +117,7 @@ def rms_norm_gated_bwd_kernel(
         b_rstd = load_row(rstd_ptr + first * G + i_g, o_r, G, rows)[:, None]
         b_v = b_x
         if z_ptr is not None:
-            b_z = load_tile(z_ptr + i_x, o_r, o_d, G * D, rows, D).to(tl.float32)
+            b_z = load_tile(z_ptr + first * ROW + i_g * D, o_r, o_d, ROW, rows, D).to(tl.float32)
             b_a, b_da = gate(b_z, SILU), gate_derivative(b_z, SILU)
             if BEFORE:
                 # eq:norm-gate-first   v = x act(z)
@@ -146,12 +148,17 @@ def rms_norm_gated_bwd_kernel(
         tl.store(db_ptr + i_w, tl.sum(b_db, 0), mask=o_d < D)
 
 
-def _tiles(x: Tensor, warps: int) -> tuple[int, dict[str, int]]:
-    """Rows of x [..., G, D], and the tiles of a kernel in so many warps, more for a long row."""
+def _tiles(
+    x: Tensor, z: Tensor | None, gate_last: bool, activation: str, warps: int
+) -> tuple[int, dict[str, int]]:
+    """Rows of x [..., G, D], and a kernel's constants: so many warps, more for a long row."""
     G, D = x.shape[-2:]
     BD = triton.next_power_of_2(D)
     BR, warps = max(1, ELEMENTS // BD), min(16, max(warps, BD // 512))
-    return x.numel() // (G * D), {"G": G, "D": D, "BR": BR, "BD": BD, "num_warps": warps}
+    ROW = G * D if z is None else row_stride(z, G * D)
+    tiles = {"ROW": ROW, "G": G, "D": D, "BR": BR, "BD": BD, "num_warps": warps}
+    way = {"BEFORE": not gate_last, "SILU": activation == "silu"}
+    return x.numel() // (G * D), tiles | way
 
 
 def rms_norm_gated(
@@ -166,12 +173,9 @@ def rms_norm_gated(
 ) -> tuple[Tensor, Tensor]:
     """Launch rms_norm_gated_kernel; arguments and results as in the reference."""
     y, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
-    n, tiles = _tiles(x, 2)
-    with torch.cuda.device_of(x):
-        rms_norm_gated_kernel[(cdiv(n, tiles["BR"]) * tiles["G"],)](
-            x, weight, bias, z, y, rstd, n, eps,
-            BEFORE=not norm_before_gate, SILU=activation == "silu", **tiles,
-        )  # fmt: skip
+    n, tiles = _tiles(x, z, norm_before_gate, activation, 2)
+    grid = (cdiv(n, tiles["BR"]) * tiles["G"],)
+    rms_norm_gated_kernel[grid](x, weight, bias, z, y, rstd, n, eps, **tiles)
     return y, rstd
 
 
@@ -187,7 +191,7 @@ def rms_norm_gated_bwd(
     activation: str = "silu",
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Launch rms_norm_gated_bwd_kernel and add up its parts; the rest as in the reference."""
-    n, tiles = _tiles(x, 4)
+    n, tiles = _tiles(x, z, norm_before_gate, activation, 4)
     each = cdiv(cdiv(n, tiles["BR"]), PARTS)
     parts = cdiv(n, tiles["BR"] * each) if n else 0
     dx, dz = torch.empty_like(x), None if z is None else torch.empty_like(z)
@@ -195,11 +199,9 @@ def rms_norm_gated_bwd(
         None if t is None else t.new_empty(parts, *t.shape, dtype=torch.float32)
         for t in (weight, bias)
     )
-    with torch.cuda.device_of(x):
-        rms_norm_gated_bwd_kernel[(parts * tiles["G"],)](
-            x, weight, bias, z, rstd, dy, dx, dw, db, dz, n, each,
-            BEFORE=not norm_before_gate, SILU=activation == "silu", **tiles,
-        )  # fmt: skip
+    rms_norm_gated_bwd_kernel[(parts * tiles["G"],)](
+        x, weight, bias, z, rstd, dy, dx, dw, db, dz, n, each, **tiles
+    )
     dw, db = (
         None if t is None else part.sum(0).to(t.dtype) for t, part in ((weight, dw), (bias, db))
     )

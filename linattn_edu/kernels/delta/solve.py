@@ -224,6 +224,5 @@ def solve_tril(A: Tensor, *, packing: Packing | None = None) -> Tensor:
     _, T, HV, C = A.shape
     X = torch.empty_like(A, dtype=torch.float32)
     NT, *chunks = chunk_args(A, C, packing)
-    with torch.cuda.device_of(A):
-        solve_tril_kernel[(NT * HV,)](A, X, *chunks, T, HV, BT=C, num_warps=4)
+    solve_tril_kernel[(NT * HV,)](A, X, *chunks, T, HV, BT=C, num_warps=4)
     return X

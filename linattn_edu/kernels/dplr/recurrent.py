@@ -187,11 +187,10 @@ def dplr_recurrent(
     o, final_state = torch.empty_like(v), q.new_empty(N, H, K, V, dtype=torch.float32)
     width = min(block(V), BV)
     h0, rows = (final_state, 0) if initial_state is None else (initial_state, K)
-    with torch.cuda.device_of(q):
-        dplr_recurrent_kernel[(N * H * cdiv(V, width),)](
-            q, k, v, a, b, gk, h0, rows, o, final_state, scale, cu_seqlens, T, H, K, V,
-            BK=block(K), BV=width, REVERSE=reverse, num_warps=4,
-        )  # fmt: skip
+    dplr_recurrent_kernel[(N * H * cdiv(V, width),)](
+        q, k, v, a, b, gk, h0, rows, o, final_state, scale, cu_seqlens, T, H, K, V,
+        BK=block(K), BV=width, REVERSE=reverse, num_warps=4,
+    )  # fmt: skip
     return o, final_state
 
 
@@ -226,12 +225,11 @@ def dplr_recurrent_bwd(
     sums = dq, dk, da, db, dgk = [new(NV, B, T, H, K) for _ in range(5)]
     dv, dh0 = torch.empty_like(v), new(N, H, K, V)
     kept, inner = new(blocks, H, K, V), new(N, H, length, K, V)
-    with torch.cuda.device_of(q):
-        dplr_recurrent_bwd_kernel[(N * H * NV,)](
-            q, k, v, a, b, gk, initial_state, do, dht, kept, inner, dq, dk, dv, da, db, dgk, dh0,
-            scale, cu_seqlens, offsets, T, B * T, length, H, K, V, BK=block(K), BV=BV_BWD,
-            REVERSE=reverse, num_warps=4,
-        )  # fmt: skip
+    dplr_recurrent_bwd_kernel[(N * H * NV,)](
+        q, k, v, a, b, gk, initial_state, do, dht, kept, inner, dq, dk, dv, da, db, dgk, dh0,
+        scale, cu_seqlens, offsets, T, B * T, length, H, K, V, BK=block(K), BV=BV_BWD,
+        REVERSE=reverse, num_warps=4,
+    )  # fmt: skip
     dq, dk, da, db, dgk = (x.sum(0) for x in sums)
     dq, dk, da, db = (x.to(q.dtype) for x in (dq, dk, da, db))
     return dq, dk, dv, da, db, dgk, dh0

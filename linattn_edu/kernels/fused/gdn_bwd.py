@@ -262,17 +262,15 @@ def _in_head_groups(groups: int, x: Scans, scale: float, one: bool) -> tuple[Ten
     """
     (pieces, ahead, h0), (_, behind, dht) = enter(x, True, None), enter(x, True, None, scale)
     assert ahead[0] is behind[0] is None  # by_load.head_groups: no piece has a warm-up here
-    _, HV, K, V = x.sizes
-    dh0 = x.gc.new_empty(pieces.N, HV, K, V)
-    out = tuple(map(torch.empty_like, (x.q, x.k, x.v, x.beta, x.gc)))
+    out, dh0 = tuple(map(torch.empty_like, (x.q, x.k, x.v, x.beta, x.gc))), []
     for i in range(groups):
         given, (dq, dk, dv, *rest) = (
             [t.chunk(groups, 2)[i] for t in tensors] for tensors in (x[:8], out)
         )
         ends = (t if t is None else t.chunk(groups, 1)[i].contiguous() for t in (h0, dht))
         group = Scans(*given, *ends, dv=dv), (dq, dk, *rest), scale, pieces
-        dh0.chunk(groups, 1)[i].copy_((_head_group_in_one if one else _head_group)(*group))
-    return *out, pieces.first(dh0)
+        dh0.append((_head_group_in_one if one else _head_group)(*group))
+    return *out, pieces.first(torch.cat(dh0, 1) if groups > 1 else dh0[0])
 
 
 def _head_group(own: Scans, out: tuple[Tensor, ...], scale: float, pieces: Pieces) -> Tensor:

@@ -23,6 +23,7 @@ from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
     dot,
+    dot_left,
     dot_right,
     first_state,
     load_gate,
@@ -118,13 +119,13 @@ def scan_kernel(
 
 @triton.jit(do_not_specialize=["T", "N"])
 def scan_transposed_kernel(
-    q_ptr, k_ptr, v_ptr, gc_ptr, P_ptr, R_ptr, h0_ptr, o_ptr, ht_ptr, scale, warmup_ptr, cu_ptr,
-    offsets_ptr, T, N,
+    q_ptr, k_ptr, v_ptr, gc_ptr, P_ptr, R_ptr, h0_ptr, beta_ptr, P_low_ptr, R_low_ptr, o_ptr,
+    ht_ptr, scale, warmup_ptr, cu_ptr, offsets_ptr, T, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """scan_kernel, whose arguments it has but beta and low halves, with S^T [BV, BK] in the place
-    of S and the same sums in the same order.
+    """scan_kernel, whose arguments it has, with S^T [BV, BK] in the place of S and the same sums in
+    the same order.
 
     What a product makes is the first operand of the next and stays in registers: the shared memory
     of two programs fits a multiprocessor, and one works while the other waits.
@@ -135,6 +136,7 @@ def scan_transposed_kernel(
         tl.program_id(0), warmup_ptr, cu_ptr, offsets_ptr, T, N, HV, V, BT, BV, False
     )
     o_t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, BT, BK, BV, True)
+    FINE: tl.constexpr = R_low_ptr is not None
 
     for i_t in range(tl.cdiv(n_seq, BT)):
         begin, n_t = first + i_t * BT, n_seq - i_t * BT
@@ -149,19 +151,24 @@ def scan_transposed_kernel(
         b_h, b_e = cast(b_S, b_k.dtype), tl.exp2(b_gc)[None, :]
 
         # eq:delta-residual   W = V - diag(2^gc) K S
-        b_W = tl.trans(b_v).to(tl.float32) - b_e * dot(b_h, tl.trans(b_k))
+        b_W = tl.trans(b_v).to(tl.float32) - b_e * dot_left(b_S, tl.trans(b_k), None, None, FINE)
+        b_RT_low, b_PT_low = None, None
+        if FINE:
+            b_RT_low = tl.trans(load_tile(R_low_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT))
+            b_PT_low = tl.trans(load_tile(P_low_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT))
+            b_W *= load_row(beta_ptr + i, o_t, HV, n_t)[None, :]
         # eq:delta-v-new   v_new = R W
-        b_new = dot(cast(b_W, b_R.dtype), tl.trans(b_R))
+        b_new = dot_left(b_W, tl.trans(b_R), b_RT_low, None, FINE)
         # eq:delta-inter   diag(2^gc) Q S
         b_o = b_e * dot(b_h, tl.trans(b_q))
         # eq:delta-output   o = scale (inter + P v_new)
-        b_o = scale * dot(cast(b_new, b_P.dtype), tl.trans(b_P), b_o)
+        b_o = scale * dot_left(b_new, tl.trans(b_P), b_PT_low, b_o, FINE)
         b_o = tl.trans(cast(b_o, o_ptr.dtype.element_ty))
         n_o = tl.where(i_t < skip, 0, n_t)
         store_tile(o_ptr + i * V, b_o, o_t, o_v, HV * V, n_o, V)
         # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
         b_new *= tl.exp2(b_last - b_gc)[None, :]
-        b_S = dot(cast(b_new, b_k.dtype), b_k, b_S * tl.exp2(b_last))
+        b_S = dot_left(b_new, b_k, None, b_S * tl.exp2(b_last), FINE)
 
     if ht_ptr is not None:
         n_k = tl.where(i_end < 0, 0, K)
@@ -231,8 +238,8 @@ SCAN_CONFIGS = scan_table(
 HALVES_CONFIGS = tuple(row(4, 2, BV=n) for n in (64, 32, 16))
 
 
-# with a third chunk in flight there would be no room for a second program
-TRANSPOSED = {"num_warps": 4, "num_stages": 2}
+# with more chunks in flight there would be no room for a second program; the same with low halves
+TRANSPOSED = {"num_warps": 4, "num_stages": 2}, {"num_warps": 4, "num_stages": 1}
 
 
 def entering(
@@ -303,12 +310,12 @@ def scan(
         heads = (pieces.batch if i else pieces.N) * HV
         _, config = scan_launch(SCAN_CONFIGS if low is None else HALVES_CONFIGS, k, heads, V)
         programs = pieces.N * HV * cdiv(V, config["BV"])
-        halves, sizes = (None,) * 3 if low is None else (beta, *low), (config["BK"], config["BV"])
-        full = low is None and by_load.transposed(load, programs, *sizes).takes == "transposed"
-        kernel = scan_transposed_kernel if full else scan_kernel
+        halves, kernel = (None,) * 3 if low is None else (beta, *low), scan_kernel
+        if by_load.transposed(load, programs, config["BK"], config["BV"]).takes == "transposed":
+            config, kernel = config | TRANSPOSED[low is not None], scan_transposed_kernel
         kernel[(programs,)](
-            *given, *(() if full else halves), o, last, scale, skipped, *pieces.places, pieces.N,
-            H, HV, K, V, BT=C, **(config | TRANSPOSED if full else config),
+            *given, *halves, o, last, scale, skipped, *pieces.places, pieces.N, H, HV, K, V, BT=C,
+            **config,
         )  # fmt: skip
     return o, pieces.last(last)
 

@@ -416,6 +416,7 @@ def ssd_bwd_dx(
     given, out = (C, B, x, gs, gc, dh, dy, dgc, D), (dx, sums, parts, dS)
     gluon = by_kind.ssd_bwd_dx(kind, seq_idx is not None, per > 1).takes == "gluon"
     if not (gluon and ssd_bwd.ssd_dx_gluon(given, out)):
+        x = x.contiguous()
         ssd_bwd_db_kernel[(NT * G * splits,)](
             x, gs, gc, dh, seq_idx, parts, *sizes, G, H, N, P, splits, BC, BN, BP,
             **DB[BC > 64].launch(),

@@ -383,7 +383,7 @@ def ssd_ends(
     ends, kept = gc.new_empty(n, NP // n, H, N, P), gc.new_empty(n, NP // n, H)
     n_rows = 0 if rows is None else len(rows)
     ssd_ends_kernel[(NP * H,)](
-        B, x, gs if gs is None else by_head(gs), by_head(gc), None, ends, kept,
+        B, x.contiguous(), gs if gs is None else by_head(gs), by_head(gc), None, ends, kept,
         rows if n_rows else None, *sequences, T, n * T, n_rows, piece, back,
         rows is None or n_rows > 0, whole(x, chunk_size, packing), G, H, N, P, chunk_size,
         min(chunk_size, TOKENS), *_widths(N), **ENDS.launch(),
@@ -434,16 +434,17 @@ def ssd_fwd(
     if piece < T and maps is None:
         ends, kept = gc.new_empty(NP, H, N, P), gc.new_empty(NP, H)
         ssd_ends_kernel[(NP * H,)](
-            B, x, gs, gc, seq_idx, ends, kept, None, *sequences, T, gc.numel() // H, 0, piece,
-            False, False, True, G, H, N, P, BC, BC, *widths, **ENDS.launch(),
+            B, x.contiguous(), gs, gc, seq_idx, ends, kept, None, *sequences, T, gc.numel() // H,
+            0, piece, False, False, True, G, H, N, P, BC, BC, *widths, **ENDS.launch(),
         )  # fmt: skip
     given = C, B, S, x, out, gs, gc, initial_state, ends, kept, D, last
     gluon = by_kind.ssd_fwd(kind, seq_idx is not None, z is not None).takes == "gluon"
     if gluon and ssd_fwd_gluon.ssd_fwd_gluon(given, piece):
         return out, last
     ssd_fwd_kernel[(NP * H,)](
-        C, B, S, x, gs, gc, initial_state, ends, kept, D, z, seq_idx, out, last, *sequences, T,
-        gc.numel() // H, piece, whole(x, BC, packing), 1 if D is None else D.numel() // H,
-        G, H, N, P, BC, min(BC, TOKENS), *widths, **FWD.launch(),
+        C, B, S, x.contiguous(), gs, gc, initial_state, ends, kept, D, z, seq_idx, out, last,
+        *sequences, T, gc.numel() // H, piece, whole(x, BC, packing),
+        1 if D is None else D.numel() // H, G, H, N, P, BC, min(BC, TOKENS), *widths,
+        **FWD.launch(),
     )  # fmt: skip
     return out, last

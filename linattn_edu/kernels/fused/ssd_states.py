@@ -25,7 +25,9 @@ def ssd_states(
     options = {"seq_idx": seq_idx, "chunk_size": chunk_size, "packing": packing}
     # eq:ssd-scan   h <- a h + (diag(r * step) B)^T X
     found = _in_gluon(B, x, gs, gc, initial_state, **options)
-    return found[0] if found else state(B, None, x, gc, initial_state, gs, **options)[0]
+    if found:
+        return found[0]
+    return state(B, None, x.contiguous(), gc, initial_state, gs, **options)[0]
 
 
 def ssd_states_bwd(

@@ -1,6 +1,5 @@
 """Decoding of Mamba-2 that does not write its state: a checkpoint is read, a ring beside it."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -144,12 +143,11 @@ def replay(
     (N, T, H, P), (G, R, K), out = x.shape, keys.shape[1:], x.new_empty(x.shape)
     strides = [0 if y is None else y.stride(0) for y in (x, dt, B, C, z)]
     tiles = {"BK": block(K), "BP": block(cdiv(P, counts.shape[2]))}
-    with torch.cuda.device_of(x):
-        ssd_replay_kernel[(N * H * counts.shape[2],)](
-            x, dt, A, B, C, D, z, dt_bias, state, keys, writes, decays, counts, out, indices,
-            accepted, state.stride(0), state.shape[0], *strides, T, H, G, P, K,
-            1 if D is None else D.shape[1], softplus, length, R,
-            BR=1 << (length - 1).bit_length(), ONE=T == 1, **tiles,
-            **limits(tiles["BK"] * tiles["BP"], 1, T),
-        )  # fmt: skip
+    ssd_replay_kernel[(N * H * counts.shape[2],)](
+        x, dt, A, B, C, D, z, dt_bias, state, keys, writes, decays, counts, out, indices,
+        accepted, state.stride(0), state.shape[0], *strides, T, H, G, P, K,
+        1 if D is None else D.shape[1], softplus, length, R,
+        BR=1 << (length - 1).bit_length(), ONE=T == 1, **tiles,
+        **limits(tiles["BK"] * tiles["BP"], 1, T),
+    )  # fmt: skip
     return out

@@ -2,7 +2,6 @@
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -234,11 +233,10 @@ def selective_state_update(
     apart = (state, x, dt, B, C, z)
     strides = [0 if y is None or y.shape[0] == 1 else y.stride(0) for y in apart]
     aligned = math.gcd(WORD, strides[0], *strides[3:5])
-    with torch.cuda.device_of(x):
-        kernel[(sequences * H * cdiv(P, BP),)](
-            state, x, dt, A, B, C, D, z, dt_bias, out, indices, *where, strides[0], state.shape[0],
-            *strides[1:], H, G, P, N, dt.shape[2], *A.shape[1:],
-            *(1 if y is None else y.shape[1] for y in (D, dt_bias)),
-            SOFTPLUS=softplus, ALIGNED=aligned, BP=BP, BN=BN, num_warps=warps, **columns,
-        )  # fmt: skip
+    kernel[(sequences * H * cdiv(P, BP),)](
+        state, x, dt, A, B, C, D, z, dt_bias, out, indices, *where, strides[0], state.shape[0],
+        *strides[1:], H, G, P, N, dt.shape[2], *A.shape[1:],
+        *(1 if y is None else y.shape[1] for y in (D, dt_bias)),
+        SOFTPLUS=softplus, ALIGNED=aligned, BP=BP, BN=BN, num_warps=warps, **columns,
+    )  # fmt: skip
     return out

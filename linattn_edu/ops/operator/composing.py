@@ -30,9 +30,7 @@ class Composition(Declaration):
         names = self._declared(f, (*self.inputs, *self.options, *KNOWN))
         self._forward_takes = [n for n in names if n in (*self.inputs, *self.options)]
         self._forward_packs = any(n in PACKED for n in names)
-        ways = dict.fromkeys(self.mutates, _as_it_is)
-        ways |= dict.fromkeys(self.apart, contiguous_rows)
-        self._brought = [ways.get(n, contiguous) for n in self.inputs]
+        self._brought = [self._bring(n) for n in self.inputs]
 
     def _take_backward(self, f: Callable) -> None:
         """Take f as the backward pass; what it names is saved between the passes."""
@@ -52,10 +50,17 @@ class Composition(Declaration):
         self._backward_takes = [n for n in names if n not in KNOWN]
         kept = self.residuals._fields if self.residuals else ()
         tensors = (*self._saved, *self._given)
-        self._brought_back = [_there if n in kept else contiguous for n in tensors]
+        self._brought_back = [_there if n in kept else self._bring(n) for n in tensors]
         self._fused_at = tensors.index(self.fused) if self.fused in tensors else None
         if self.limited and not any(n == self.limited or "C" in self.axes[n] for n in self._saved):
             raise TypeError(f"{self.name}: {f.__name__} must take {self.limited}, for its chunks")
+
+    def _bring(self, name: str) -> Callable:
+        """What gives the stages a tensor: as it is, or a copy where they cannot read it so."""
+        if name in self.mutates:
+            return _as_it_is
+        axes = self.apart.get(name)
+        return functools.partial(contiguous_rows, axes=axes) if axes else contiguous
 
     def _declared(self, f: Callable, known: Collection[str]) -> list[str]:
         """The names of f's arguments after the stages; refuse one that the declaration lacks."""

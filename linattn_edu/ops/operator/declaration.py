@@ -67,7 +67,7 @@ class Declaration:
         limited: The tensor whose head size limits the tokens of a chunk.
         mutates: The tensors that are written in place, their names in a string.
         constants: The tensors that have no gradient, being no numbers to be changed.
-        apart: The tensors whose rows, along the first axis, the stages take wherever they lie.
+        apart: The tensors whose rows the stages take at any distance -> the last axes of a row.
         lacks: Arguments of a composition that it shares with others, for which it has no tensors.
         flops: sizes -> operations of the matrix products, forward and backward.
     """
@@ -88,7 +88,7 @@ class Declaration:
         limited: str | None = None,
         mutates: str = "",
         constants: Collection[str] = (),
-        apart: Collection[str] = (),
+        apart: dict[str, int] | None = None,
         lacks: Collection[str] = (),
         flops: Callable | None = None,
     ):
@@ -101,7 +101,7 @@ class Declaration:
         self.fused = fused
         self.packed, self.bounds = packed, BOUNDS[packed]
         self.matrices = len(transition.split()) > 1
-        self.limited, self.mutates, self.apart = limited, tuple(mutates.split()), apart
+        self.limited, self.mutates, self.apart = limited, tuple(mutates.split()), apart or {}
         self.constants, self.lacks = constants, lacks
         self._in_chunks = [n for n, axes in self.axes.items() if "C" in axes]
         self.with_tokens = self.axes[self.inputs[0]][:2] == ("B", "T")

@@ -385,6 +385,7 @@ scan = Operator(
     packed="ranks",
     transition="H",
     constants=("seq_idx",),
+    apart={"x": 2},  # by what FusedStages has in Gluon; others copy it
     flops=_operations,
 )
 
@@ -438,6 +439,7 @@ def forward(
             C, B, S, x, gs, gc, initial_state, D, z, seq_idx, **final, **packed, **pieces
         )
     else:
+        x = x.contiguous()
         step, gc = stages.chunk_cumsum(dt, A, dt_bias, **steps)
         s = stages.chunk_state(B, x, step, gc, seq_idx, **options)
         if cp is not None:
@@ -540,6 +542,7 @@ def backward(
             C, B, x, gs, gc, dh, dy, dC, dgc, D, seq_idx, **options
         )
     else:
+        x = x.contiguous()
         step, gc = stages.chunk_cumsum(dt, A, dt_bias, **steps)
         s = stages.chunk_state(B, x, step, gc, seq_idx, **options)
         h, _ = stages.state_passing(s, gc, initial_state, seq_idx, **options)

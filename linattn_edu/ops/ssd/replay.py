@@ -147,7 +147,7 @@ replay_ = Operator(
     options={"softplus": "bool", "length": "int"},
     stages=implementations(Stages),
     mutates=rings.WRITTEN,
-    apart=("x", "dt", "B", "C", "z"),
+    apart={"x": 3, "dt": 2, "B": 3, "C": 3, "z": 3},
 )
 
 

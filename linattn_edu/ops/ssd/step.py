@@ -232,7 +232,7 @@ update = Operator(
     options={"softplus": "bool"},
     stages=stages,
     mutates="state",
-    apart=("x", "dt", "B", "C", "z"),
+    apart=dict.fromkeys(("x", "dt", "B", "C", "z"), 2),
 )
 
 
@@ -255,7 +255,7 @@ def forward(
     if known(indices):
         rows = [[slot] for slot in indices.tolist()]
         inplace.check_slots("state_batch_indices", "state", rows, state.shape[0])
-    aligned = state if indices is not None else contiguous_rows(state)
+    aligned = state if indices is not None else contiguous_rows(state, 3)
     out = stages.selective_state_update(
         aligned, x, dt, A, B, C, D, z, dt_bias, indices, softplus=softplus
     )
@@ -272,7 +272,7 @@ drafts = Operator(
     options={"softplus": "bool"},
     stages=stages,
     mutates="state",
-    apart=("x", "dt", "B", "C", "z"),
+    apart=dict.fromkeys(("x", "dt", "B", "C", "z"), 2),
 )
 
 
