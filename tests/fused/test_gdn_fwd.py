@@ -46,8 +46,11 @@ def test_scan_transposed_gives_the_same_bits(
     generation, _ = device_of(q)
     if generation not in ("hopper", "blackwell"):
         pytest.skip("made for Hopper")
-    # as if it had one multiprocessor: tiles of 64 columns
-    monkeypatch.setattr("linattn_edu.kernels.rows.device_of", lambda _: (generation, 1))
+    # as if it had one multiprocessor: tiles of 64 columns, with halves of 128
+    count = [1]
+    for room in ("by_load", "choosing"):
+        place = f"linattn_edu.kernels.routes.{room}.device_of"
+        monkeypatch.setattr(place, lambda _: (generation, *count))
     gc = gate_cumsum_kernel(g, chunk_size=64, **own)
     if halves:
         P, R, *low = intra_halves(q, k, beta, gc, chunk_size=64, **own)
@@ -57,7 +60,9 @@ def test_scan_transposed_gives_the_same_bits(
     exact_products(monkeypatch)
     got = []
     for form in ("transposed", "upright"):
-        force(transposed=form)
+        count[0] = 1000 if halves and form == "upright" else 1  # tiles of 16 are never transposed
+        if not halves:
+            force(transposed=form)
         options = {"scale": 0.3, "output_final_state": True, **own}
         with launches() as ran:
             got.append(kernels.scan(q, k, v, gc, P, R, h0, *written, **options))

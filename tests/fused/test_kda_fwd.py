@@ -53,7 +53,8 @@ def test_the_transposed_scan_gives_the_same_bits(K, V, dtype, device, force, mon
     q, *args = registry.arguments("kda_fused_scan", "kda_fused", 150, K, V, 64, dtype, device)
     generation, _ = device_of(q)
     # as if it had one multiprocessor: tiles of 64 columns
-    monkeypatch.setattr("linattn_edu.kernels.rows.device_of", lambda _: (generation, 1))
+    place = "linattn_edu.kernels.routes.by_load.device_of"
+    monkeypatch.setattr(place, lambda _: (generation, 1))
     exact_products(monkeypatch)
     got = []
     for form in ("transposed", "upright"):

@@ -290,16 +290,10 @@ def _grid(x: Tensor, packing: Packing | None, states: bool):
 
 
 def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    *,
-    activation: str | None = None,
-    output_final_state: bool = False,
-    packing: Packing | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None, *, activation: str | None = None,
+    output_final_state: bool = False, packing: Packing | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Launch causal_conv1d_kernel; arguments and results as in the reference.
 
     packing: of chunks of 64 tokens, and not together with seq_idx.
@@ -318,17 +312,10 @@ def causal_conv1d(
 
 
 def causal_conv1d_bwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    dy: Tensor,
-    dht: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    *,
-    activation: str | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, dy: Tensor,
+    dht: Tensor | None = None, seq_idx: Tensor | None = None, *, activation: str | None = None,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Launch causal_conv1d_bwd_kernel and add up its parts; the rest as in the reference.
 
     packing: of chunks of 64 tokens, and not together with seq_idx.

@@ -157,8 +157,7 @@ def _tiles(
     BR, warps = max(1, ELEMENTS // BD), min(16, max(warps, BD // 512))
     ROW = G * D if z is None else row_stride(z, G * D)
     tiles = {"ROW": ROW, "G": G, "D": D, "BR": BR, "BD": BD, "num_warps": warps}
-    way = {"BEFORE": not gate_last, "SILU": activation == "silu"}
-    return x.numel() // (G * D), tiles | way
+    return x.numel() // (G * D), tiles | {"BEFORE": not gate_last, "SILU": activation == "silu"}
 
 
 def rms_norm_gated(

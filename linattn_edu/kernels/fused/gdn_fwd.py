@@ -234,12 +234,13 @@ SCAN_CONFIGS = scan_table(
 )
 
 
-# with low halves: twice the matrices of a chunk, and products of two halves
+# with low halves: twice the matrices of a chunk, and products of two halves; 128 transposed
 HALVES_CONFIGS = tuple(row(4, 2, BV=n) for n in (64, 32, 16))
+HALVES_WIDE = row(8, 2, BV=128), *HALVES_CONFIGS
 
 
-# with more chunks in flight there would be no room for a second program; the same with low halves
-TRANSPOSED = {"num_warps": 4, "num_stages": 2}, {"num_warps": 4, "num_stages": 1}
+# of 64 values; with more chunks in flight there would be no room for a second program
+TRANSPOSED = {"num_warps": 4, "num_stages": 2}, {"num_warps": 4, "num_stages": 1}  # with halves
 
 
 def entering(
@@ -308,11 +309,13 @@ def scan(
         return o, pieces.last(last)
     for i, skipped in enumerate(warmup):
         heads = (pieces.batch if i else pieces.N) * HV
-        _, config = scan_launch(SCAN_CONFIGS if low is None else HALVES_CONFIGS, k, heads, V)
+        rows = SCAN_CONFIGS if low is None else HALVES_WIDE if V > 64 else HALVES_CONFIGS
+        _, config = scan_launch(rows, k, heads, V)
         programs = pieces.N * HV * cdiv(V, config["BV"])
         halves, kernel = (None,) * 3 if low is None else (beta, *low), scan_kernel
         if by_load.transposed(load, programs, config["BK"], config["BV"]).takes == "transposed":
-            config, kernel = config | TRANSPOSED[low is not None], scan_transposed_kernel
+            config |= TRANSPOSED[low is not None] if config["BV"] == 64 else {}
+            kernel = scan_transposed_kernel
         kernel[(programs,)](
             *given, *halves, o, last, scale, skipped, *pieces.places, pieces.N, H, HV, K, V, BT=C,
             **config,
