@@ -21,7 +21,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from benchmarks.cases import BEYOND, DPLR_BOUND, SAFE_BOUND, TRAINING, Case
+from benchmarks.cases import DPLR_BOUND, SAFE_BOUND, TRAINING, Case
 from benchmarks.mamba import Average, Inputs, Token
 from linattn_edu.testing import GDNInputs
 
@@ -337,6 +337,12 @@ NAMES = (
 )  # fmt: skip
 # called where they are installed, which they need not be where the committed results are measured
 OPTIONAL = ("flashinfer", "attn_gym", "cudnn")
+# whose beta is up to 2 -> who is called; what others take does not follow from beta
+UP_TO_2 = {
+    "gdn_beta2": ("linattn_edu", "fla"),
+    "kda_beta2": ("linattn_edu", "linattn_edu_safe"),
+    "gdn2_beta2": ("linattn_edu",),
+}
 # sides of a head's state, K = V, of the libraries that do not take every one
 SIDES = {"flash_qla": (128,), "flashinfer": (128,), "cudnn": (128,), "attn_gym": (64, 128)}
 
@@ -362,7 +368,7 @@ def refusal(case: Case, what: str, library: str) -> str | None:
     """
     if library not in makers(case, what):
         return "no such call"
-    if case.op.endswith(BEYOND) and library in OPTIONAL:
+    if library not in UP_TO_2.get(case.op, NAMES):
         return "not tried with beta up to 2"
     sides = SIDES.get(library, ())
     if (library, case.operator) == ("attn_gym", "kda"):

@@ -62,7 +62,8 @@ def rms_norm_gated(
     do not overflow.
 
     Memory: between the passes it keeps its inputs, and a number of float32 for each row. The
-    backward pass adds up the gradients of weight and bias from at most 1024 rows of float32.
+    backward pass adds up the gradients of weight and bias from at most 1024 rows of float32. A z
+    whose rows lie at any one distance, as a slice of a projection's do, is not copied.
 
     Returns:
         y ``[..., D]`` in x's dtype; with prenorm ``(y, sum)``, the sum in residual's dtype (x's

@@ -102,8 +102,8 @@ def contiguous(x: Tensor | None) -> Tensor | None:
 
 def contiguous_rows(x: Tensor | None, axes: int) -> Tensor | None:
     """x, if its rows, each its last `axes` axes, have no gaps, start at 16 bytes on a GPU, and
-    follow each other at one distance, however far, as slices of a projection's rows do; else as
-    `contiguous`.
+    follow each other at one distance, however far but not on each other, as slices of a
+    projection's rows do; else as `contiguous`.
     """
     if x is None:
         return None
@@ -112,7 +112,7 @@ def contiguous_rows(x: Tensor | None, axes: int) -> Tensor | None:
         if x.shape[d] == 1:
             continue
         if d < x.ndim - axes and far is None:
-            far = size = x.stride(d)
+            far = size = max(size, x.stride(d))
         if x.stride(d) != size:
             return contiguous(x)
         size *= x.shape[d]

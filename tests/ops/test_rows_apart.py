@@ -20,11 +20,11 @@ def test_what_is_copied(row):
     x, axes = torch.arange(2.0 * 5 * 24).view(2, 5, -1)[..., : math.prod(row)], len(row)
     x = x.reshape(2, 5, *row)
     far = apart(x, axes)
-    repeated = x[:1, :1].expand(2, 5, *row)
-    stays = x, far, far[:, :1], far[1:], x[:0], x[:, 2:3], repeated, far[..., :1].narrow(-2, 0, 1)
+    stays = x, far, far[:, :1], far[1:], x[:0], x[:, 2:3], far[..., :1].narrow(-2, 0, 1)
     for y in stays:
         assert tensors.contiguous_rows(y, axes) is y
-    copies = x[..., ::2], far.mT, far[:, :2], far[:, ::2], x[:, :1].expand(-1, 5, *row)
+    repeated = (x[:1, :1].expand(2, 5, *row), x[:, :1].expand(-1, 5, *row))
+    copies = x[..., ::2], far.mT, far[:, :2], far[:, ::2], *repeated
     for y in copies:
         copy = tensors.contiguous_rows(y, axes)
         assert copy.is_contiguous() and torch.equal(copy, y)

@@ -234,13 +234,13 @@ SCAN_CONFIGS = scan_table(
 )
 
 
-# with low halves: twice the matrices of a chunk, and products of two halves; 128 transposed
+# with low halves: twice the matrices of a chunk, and products of two halves; 128 values transposed
 HALVES_CONFIGS = tuple(row(4, 2, BV=n) for n in (64, 32, 16))
 HALVES_WIDE = row(8, 2, BV=128), *HALVES_CONFIGS
 
 
 # of 64 values; with more chunks in flight there would be no room for a second program
-TRANSPOSED = {"num_warps": 4, "num_stages": 2}, {"num_warps": 4, "num_stages": 1}  # with halves
+TRANSPOSED, HALVES_TRANSPOSED = ({"num_warps": 4, "num_stages": n} for n in (2, 1))
 
 
 def entering(
@@ -314,8 +314,9 @@ def scan(
         programs = pieces.N * HV * cdiv(V, config["BV"])
         halves, kernel = (None,) * 3 if low is None else (beta, *low), scan_kernel
         if by_load.transposed(load, programs, config["BK"], config["BV"]).takes == "transposed":
-            config |= TRANSPOSED[low is not None] if config["BV"] == 64 else {}
             kernel = scan_transposed_kernel
+            if config["BV"] == 64:
+                config |= TRANSPOSED if low is None else HALVES_TRANSPOSED
         kernel[(programs,)](
             *given, *halves, o, last, scale, skipped, *pieces.places, pieces.N, H, HV, K, V, BT=C,
             **config,

@@ -129,7 +129,8 @@ def mamba_chunk_scan_combined(
     are, even where the right ones fit. bfloat16, float32 and :func:`selective_state_update` with a
     state in float32 hold such states.
 
-    Memory: between the passes it keeps its inputs alone.
+    Memory: between the passes it keeps its inputs alone. An x whose tokens lie at any one distance,
+    as a slice of a projection's do, is not copied where the kernels in Gluon run.
 
     Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
     with cu_seqlens_cpu or max_num_seqs), with activation checkpointing and under autocast, which
