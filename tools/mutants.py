@@ -220,9 +220,33 @@ MUTANTS = [
     Mutant(
         "a short convolution repeats a sequence's first token before it",
         f"{KERNELS}/delta/causal_conv1d.py",
-        "rows_of(o_t, t0, n), o_d, D, n - t0, D).to",
-        "tl.maximum(o_t, -t0), o_d, D, n - t0, D).to",
+        "rows_of(o_t, t0, n), o_d, ROW, n - t0, D).to",
+        "tl.maximum(o_t, -t0), o_d, ROW, n - t0, D).to",
         "tests/delta/test_causal_conv1d.py -k packed",
+    ),
+    Mutant(
+        "a gate that is a slice of a projection is read as if its rows followed each other",
+        f"{KERNELS}/delta/rms_norm_gated.py",
+        "ROW = G * D if z is None else row_stride(z, G * D)",
+        "ROW = G * D",
+        "tests/ops/test_rows_apart.py -k norm",
+        "AssertionError",
+    ),
+    Mutant(
+        "rows at several distances are taken for rows at one",
+        f"{OPS}/tensors.py",
+        "        if x.stride(d) != size:\n            return contiguous(x)\n        size",
+        "        if d >= x.ndim - axes and x.stride(d) != size:\n"
+        "            return contiguous(x)\n        size",
+        "tests/ops/test_rows_apart.py -k copied",
+    ),
+    Mutant(
+        "the transposed scan leaves the resolvent's low half out",
+        f"{KERNELS}/fused/gdn_fwd.py",
+        "dot_left(b_W, tl.trans(b_R), b_RT_low",
+        "dot_left(b_W, tl.trans(b_R), None",
+        "tests/fused/test_gdn_fwd.py -k transposed",
+        "AssertionError",
     ),
     Mutant(
         "a state that is longer than its sequence loses the gradient of what stays in it",

@@ -46,17 +46,17 @@ def test_scan_transposed_gives_the_same_bits(
     generation, _ = device_of(q)
     if generation not in ("hopper", "blackwell"):
         pytest.skip("made for Hopper")
-    # as if it had one multiprocessor: tiles of 64 columns, with halves of 128
-    count = [1]
-    for room in ("by_load", "choosing"):
-        place = f"linattn_edu.kernels.routes.{room}.device_of"
-        monkeypatch.setattr(place, lambda _: (generation, *count))
     gc = gate_cumsum_kernel(g, chunk_size=64, **own)
     if halves:
         P, R, *low = intra_halves(q, k, beta, gc, chunk_size=64, **own)
         written = beta, low
     else:
         (P, R, _), written = intra_chunk(q, k, beta, gc, chunk_size=64, **own), ()
+    # as if it had one multiprocessor: tiles of 64 columns, with halves of 128
+    count = [1]
+    for room in ("by_load", "choosing"):
+        place = f"linattn_edu.kernels.routes.{room}.device_of"
+        monkeypatch.setattr(place, lambda _: (generation, *count))
     exact_products(monkeypatch)
     got = []
     for form in ("transposed", "upright"):
