@@ -331,10 +331,12 @@ def _sizes(shape: dict[str, int]) -> str:
 def measured_forward(name: str = RESULTS) -> None:
     """Show the forward pass beside other libraries, measured in one run on one GPU.
 
+    Cases with beta up to 2 are on the page Performance alone.
+
     Args:
         name: Of the file of results.
     """
-    _tables(name, lambda data: timed(data, "forward"), tables.forward_cells, "Forward pass.")
+    _tables(name, lambda data: _usual(data, "forward"), tables.forward_cells, "Forward pass.")
 
 
 def measured_backward(name: str = RESULTS) -> None:
@@ -343,8 +345,13 @@ def measured_backward(name: str = RESULTS) -> None:
     Args:
         name: Of the file of results.
     """
-    both = lambda data: timed(data, "forward_backward")
+    both = lambda data: _usual(data, "forward_backward")
     _tables(name, both, tables.backward_cells, "Forward and backward pass.")
+
+
+def _usual(data: dict, what: str) -> list[dict]:
+    """The timed rows of cases whose beta is at most 1."""
+    return [row for row in timed(data, what) if not row["case"].endswith("_beta2")]
 
 
 def measured_ranks(case: str = "strong", gate: str = "trained", name: str = "cp") -> None:

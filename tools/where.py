@@ -301,7 +301,8 @@ def calls() -> dict[str, set[tuple[str, str]]]:
     found = {}
     for op, whats in LIBRARIES.items():
         for what, libraries in whats.items():
-            source = inspect.getsource(libraries["linattn_edu"])
+            maker = libraries["linattn_edu"]
+            source = inspect.getsource(getattr(maker, "func", maker))
             for name in re.findall(r"from linattn_edu import (\w+)", source):
                 found.setdefault(name, set()).add((op, what))
     return found

@@ -312,11 +312,11 @@ def scan(
         rows = SCAN_CONFIGS if low is None else HALVES_WIDE if V > 64 else HALVES_CONFIGS
         _, config = scan_launch(rows, k, heads, V)
         programs = pieces.N * HV * cdiv(V, config["BV"])
-        halves, kernel = (None,) * 3 if low is None else (beta, *low), scan_kernel
-        if by_load.transposed(load, programs, config["BK"], config["BV"]).takes == "transposed":
-            kernel = scan_transposed_kernel
-            if config["BV"] == 64:
-                config |= TRANSPOSED if low is None else HALVES_TRANSPOSED
+        halves, sizes = (None,) * 3 if low is None else (beta, *low), (config["BK"], config["BV"])
+        full = by_load.transposed(load, programs, *sizes).takes == "transposed"
+        kernel = scan_transposed_kernel if full else scan_kernel
+        if full and config["BV"] == 64:
+            config |= TRANSPOSED if low is None else HALVES_TRANSPOSED
         kernel[(programs,)](
             *given, *halves, o, last, scale, skipped, *pieces.places, pieces.N, H, HV, K, V, BT=C,
             **config,
