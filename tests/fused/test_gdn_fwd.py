@@ -66,7 +66,8 @@ def test_scan_transposed_gives_the_same_bits(
         options = {"scale": 0.3, "output_final_state": True, **own}
         with launches() as ran:
             got.append(kernels.scan(q, k, v, gc, P, R, h0, *written, **options))
-        assert ran[-1].__name__ == {"transposed": "scan_transposed_kernel"}.get(form, "scan_kernel")
+        transposed = ran[-1].__name__ == "scan_transposed_kernel"
+        assert transposed == (form == "transposed")
     for name, a, b in zip(("o", "final_state"), *got, strict=True):
         assert_close(name, a, b, 0)
 

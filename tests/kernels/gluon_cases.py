@@ -44,15 +44,8 @@ class Case(NamedTuple):
         torch.manual_seed(how.get("seed", 0))
         with forced(**PAYS, **self.forced), interpreted(**how) as ran:
             sizes = self.T, self.K, self.V, self.C, *self.between, self.dtype, device
-            stages.check(
-                self.stage,
-                self.family,
-                *sizes,
-                without=self.without,
-                change=self.change,
-                more=self.more,
-                **self.kinds,
-            )
+            options = {"without": self.without, "change": self.change, "more": self.more}
+            stages.check(self.stage, self.family, *sizes, **options, **self.kinds)
         assert [x.__name__.removesuffix("_gluon_kernel") for x in ran] == self.kernels.split()
 
 

@@ -90,7 +90,9 @@ def kda_scan(
     packing: Packing | None = None,
     precision: str = "tf32x3",
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch kda_scan_kernel; arguments and result as in the reference."""
+    """Launch kda_scan_kernel; arguments and result as in the reference, but that o is bfloat16
+    where fp32 is multiplied in halves of it.
+    """
     HV, K = kg.shape[2:]
     V, chunk_size = u.shape[-1], P.shape[-1]
     pieces = by_maps(kg, HV, V, chunk_size, packing)
