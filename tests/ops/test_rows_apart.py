@@ -116,7 +116,7 @@ def test_mamba_2_in_gluon(copied, device):
     """Both passes read x where it lies."""
     if why := without_gluon(device):
         pytest.skip(why)
-    x = ssd_inputs(2, 4096, 8, 1, 128, 64, dtype=torch.bfloat16, device=device)
+    x = ssd_inputs(2, 4096, 8, 1, 64, 128, dtype=torch.bfloat16, device=device)
     x = {n: getattr(x, n) for n in ("x", "dt", "A", "B", "C")}
     f = lambda **x: mamba_chunk_scan_combined(**x, chunk_size=128, dt_softplus=True)
     with launches() as ran:
