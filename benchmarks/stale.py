@@ -12,7 +12,7 @@ COMMANDS = {
     **{op: f"python -m benchmarks {op}{more} --calls" for op, more in
        (("gdn2", ""), ("dplr", " rwkv7"))},
     **{name: f"python -m benchmarks.{name}" for name in
-       ("rungs", "fusion", "pieces", "decoding", "blocks", "host", "steps", "replay")},
+       ("rungs", "fusion", "pieces", "decoding", "blocks", "host", "steps", "replay", "tritons")},
     "losses": "python -m benchmarks.losses --out FILE",
     "cp": "python -m benchmarks.ranks",
 }  # fmt: skip

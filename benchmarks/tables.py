@@ -65,19 +65,25 @@ class Table:
 
 
 def opened(
-    args: argparse.Namespace, name: str, *key: str, ran: Callable[[dict], tuple[str, ...]]
+    args: argparse.Namespace,
+    name: str,
+    *key: str,
+    ran: Callable[[dict], tuple[str, ...]],
+    apart: tuple[str, ...] = (),
 ) -> Table | None:
     """The table that a command adds to, with the rows that were measured in the same place.
 
-    ran: What of the package a row is the time of, as linattn_edu.sources names it. The result is
-    None, with a line that says why, where nothing can be measured.
+    ran: What of the package a row is the time of, as linattn_edu.sources names it.  apart: What of
+    the heading the rows tell instead, each its own. The result is None, with a line that says why,
+    where nothing can be measured.
     """
     device = torch.device(args.device)
     if device.type == "cuda" and (reason := measure.usable_gpu()):
         fail(f"benchmarks run on a CUDA GPU: {reason}")
         return None
     path = args.out or default_path("cpu" if device.type == "cpu" else measure.gpu_name(), name)
-    table, old = Table(path, heading(device), key, device, ran), load(path)
+    top = {name: value for name, value in heading(device).items() if name not in apart}
+    table, old = Table(path, top, key, device, ran), load(path)
     if old and not differences(old, table.top):
         day = {"date": old["date"]}
         table.rows = {table.known(row): day | row for row in old["rows"]}

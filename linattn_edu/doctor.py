@@ -309,12 +309,12 @@ def _gpu_notes(m: Machine) -> list[Note]:
                 "nothing to do for learning; measure speed on Ampere or newer",
             )
         )
-    known = (12, 8), (13, 0)
+    known = (12, 8), (12, 9), (13, 0)
     if m.capability == (9, 0) and m.ptxas is not None and m.ptxas.version[:2] in known:
         out.append(
             Note(
-                f"Triton uses ptxas {dotted(m.ptxas.version)} here. The versions 12.8 and 13.0 "
-                "are known to miscompile some kernels for Hopper. The GPU tests compare every "
+                f"Triton uses ptxas {dotted(m.ptxas.version)} here. The versions 12.8, 12.9 and "
+                "13.0 are known to miscompile some kernels for Hopper. The GPU tests compare every "
                 "configuration that this library launches with float64; kernels of your own may be "
                 "hit.",
                 "if a kernel is wrong on this GPU and right in the interpreter, set "

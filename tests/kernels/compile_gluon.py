@@ -48,6 +48,7 @@ from linattn_edu.kernels.gluon import (
 )
 from linattn_edu.kernels.gluon.blocks import CHUNK
 from linattn_edu.kernels.gluon.scan_frame import BV
+from linattn_edu.kernels.gluon.support import THIS
 from linattn_edu.kernels.routes import by_load, limits
 
 HEAD = 128
@@ -55,6 +56,7 @@ DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 WHOLE = "warmup_ptr", "forth_ptr", "back_ptr", "cu_ptr", "offsets_ptr"  # None: whole sequences
 POINTERS = dict.fromkeys(("cu", "offsets", "chunks"), "*i64") | {"near": "*i8", "done": "*fp32"}
 POINTERS |= dict.fromkeys(("warmup", "forth", "back", "go"), "*i32")
+LEVEL = ["--regAllocOptLevel=2"] if THIS >= (3, 7) else []  # which Triton gives to ptxas
 SCALARS = {"scale": "fp32"}  # the others are numbers of tokens, sequences or chunks
 
 
@@ -215,7 +217,7 @@ def fwd_forms():
             )
             yield (
                 {"kernel": kernel.__name__, "dtype": "bf16", "K": V, "keep": keep}, source,
-                gdn_fwd.OPTIONS[V],
+                gdn_fwd.OPTIONS,
             )  # fmt: skip
 
 
@@ -291,8 +293,9 @@ def compile_form(source, options):
     with tempfile.TemporaryDirectory() as folder:
         text, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         text.write_text(ptx)
+        given = options.get("ptx_options", "").split()
         said = subprocess.run(
-            [get_ptxas(90).path, "-v", "-arch=sm_90a", text, "-o", cubin],
+            [get_ptxas(90).path, "-v", *LEVEL, *given, "-arch=sm_90a", text, "-o", cubin],
             capture_output=True, text=True, check=True,
         ).stderr  # fmt: skip
     return kept.GluonResult(

@@ -42,7 +42,7 @@ from linattn_edu.kernels.gluon.scan_frame import (
     store_state,
     store_transposed,
 )
-from linattn_edu.kernels.gluon.support import attempt
+from linattn_edu.kernels.gluon.support import ALLOCATE, attempt
 from linattn_edu.kernels.pieces import Pieces
 from linattn_edu.kernels.tiles import significand
 
@@ -476,7 +476,7 @@ def scan_intra_bwd_gluon_kernel(
 
 # of the registers at the start the warps that load and scan keep what they ask for, the others
 # take the rest, 168 a thread
-OPTIONS = {"num_warps": 4, "maxnreg": 128}
+OPTIONS = {"num_warps": 4, "maxnreg": 128, **ALLOCATE}
 
 
 @attempt

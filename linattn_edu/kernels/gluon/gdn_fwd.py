@@ -49,7 +49,7 @@ from linattn_edu.kernels.gluon.scan_frame import (
     rows_of,
     state_of,
 )
-from linattn_edu.kernels.gluon.support import attempt
+from linattn_edu.kernels.gluon.support import ALLOCATE, attempt
 from linattn_edu.kernels.pieces import Pieces
 
 
@@ -322,7 +322,7 @@ def chunk_fwd_gluon_kernel(
 
 # values -> tiles: three chunks in shared memory, or, so that a multiprocessor has two programs, two
 TILES = {64: {"BT": CHUNK, "BV": BV, "STAGES": 2}, 128: {"BT": CHUNK, "BV": BV, "STAGES": 3}}
-OPTIONS = {64: {"num_warps": 4, "maxnreg": 128}, 128: {"num_warps": 4, "maxnreg": 128}}
+OPTIONS = {"num_warps": 4, "maxnreg": 128, **ALLOCATE}
 # values, whether P and A * G are kept -> registers of a thread that scans. Of those at the start
 # a warp that only loads keeps 24, the warps that make P and R take the rest
 REGISTERS = {(64, True): 112, (64, False): 112, (128, True): 168, (128, False): 176}
@@ -345,5 +345,5 @@ def chunk_fwd_gluon(
     chunk_fwd_gluon_kernel[(pieces.N * HV,)](
         descriptor(q, K), descriptor(k, K), descriptor(v, V), *inner, descriptor(o, BV),
         beta, gc, h0, ht, scale, warmup, pieces.cu_seqlens, pieces.T, pieces.N, H, HV, K, V,
-        **TILES[V], REGISTERS=REGISTERS[V, AG is not None], **OPTIONS[V],
+        **TILES[V], REGISTERS=REGISTERS[V, AG is not None], **OPTIONS,
     )  # fmt: skip

@@ -34,7 +34,7 @@ from linattn_edu.kernels.gluon.blocks import (
     without_last,
 )
 from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record
-from linattn_edu.kernels.gluon.support import attempt
+from linattn_edu.kernels.gluon.support import ALLOCATE, attempt
 from linattn_edu.kernels.rows import device_of
 from linattn_edu.kernels.tiles import significand
 
@@ -384,9 +384,8 @@ def intra_chunk_bwd_gluon_kernel(
         ], [1], [24])  # fmt: skip
 
 
-# K -> options: of the registers at the start the loading warp keeps 24 a thread, the others take
-# the rest; with 64 keys for two programs a multiprocessor
-OPTIONS = {128: {"num_warps": 4, "maxnreg": 168}, 64: {"num_warps": 4, "maxnreg": 128}}
+# K -> options; with 64 keys for two programs a multiprocessor
+OPTIONS = {n: {"num_warps": 4, "maxnreg": m, **ALLOCATE} for n, m in ((128, 168), (64, 128))}
 
 
 @attempt

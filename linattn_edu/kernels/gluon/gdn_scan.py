@@ -155,7 +155,6 @@ def scan_gluon_kernel(
 
 # three chunks in shared memory: one at work, two on their way
 TILES = {"BT": CHUNK, "BV": BV, "STAGES": 3}
-# of the registers at the start the loading warp keeps 24 a thread, the others take the rest
 OPTIONS = {"num_warps": 4, "maxnreg": 144}
 
 

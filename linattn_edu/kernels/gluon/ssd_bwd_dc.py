@@ -150,7 +150,6 @@ def ssd_bwd_dc_gluon_kernel(
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-# of the registers at the start the loading warp keeps 24 a thread, the others take the rest
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 STAGES = 4  # heads in shared memory, 48 KiB each
 

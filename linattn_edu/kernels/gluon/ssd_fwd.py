@@ -278,7 +278,6 @@ def ssd_fwd_gluon_kernel(
     ], [4, 4, 1], [192, 96, 24])  # fmt: skip
 
 
-# of the registers at the start the loading warp keeps 24 a thread, the others take the rest
 OPTIONS = {"num_warps": 4, "maxnreg": 128}
 STAGES = 3
 

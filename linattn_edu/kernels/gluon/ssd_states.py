@@ -158,7 +158,6 @@ def ssd_states_gluon_kernel(
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-# of the registers at the start the loading warp keeps 24 a thread, the others take the rest
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 STAGES = 4
 
