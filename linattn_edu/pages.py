@@ -138,6 +138,14 @@ def ladders_page() -> str:
     return "\n\n".join([*told, tables.markdown(*tables.ladders_cells(every))]) + "\n"
 
 
+def tritons_page() -> str:
+    """Whole calls with one Triton and another as MyST text, a table a card."""
+    parts = []
+    for data in measurements.every("tritons").values():
+        parts += [measurements.provenance(data), tables.markdown(*tables.tritons_cells(data))]
+    return "\n\n".join(parts) + "\n"
+
+
 def _of_card(stem: str, data: dict, figures: Path | None, under: int) -> str:
     section, suffix = "##" + "#" * under, measurements.suffix(stem)
 
@@ -321,6 +329,7 @@ def page_parts(figures: Path) -> dict[str, str]:
         "performance_dplr.md": performance_page("dplr", figures, under=1),
         "performance_ssd.md": performance_page("ssd", figures, under=1),
         "performance_ladders.md": ladders_page(),
+        "tritons.md": tritons_page(),
     }
 
 

@@ -1,5 +1,6 @@
 """Tables of measured results: rows of the file of results -> heads and lines of text."""
 
+import re
 from collections.abc import Callable, Iterable
 
 from linattn_edu.sources import MARK, changed, marked
@@ -80,6 +81,27 @@ def ladder_cells(rows: list[dict], whys: Iterable[dict[str, str]]) -> Cells:
 def peer(row: dict) -> str:
     """Another library and its version, as a table's name of its row; 2.3.2.post1 is 2.3.2."""
     return f"{row['library']} {row['version'].split('.post')[0]}"
+
+
+def tritons_cells(data: dict) -> Cells:
+    """Heads and lines of whole calls: a line a call, a column a Triton, with its ptxas; how much
+    longer a call takes than with the first of them.
+    """
+    found = {(r["case"], r["what"], r["triton"]): r for r in data["rows"]}
+    heads = {r["triton"]: f"Triton {r['triton']}, ptxas {r['ptxas']}" for r in data["rows"]}
+    ordered = sorted(heads, key=lambda x: [int(n) for n in re.findall(r"\d+", x)])
+    lines = []
+    for case, what in dict.fromkeys(key[:2] for key in found):
+        cells = []
+        first = found.get((case, what, ordered[0]))
+        for triton in ordered:
+            row = found.get((case, what, triton))
+            text = marked(_three_digits(row["ms"]), row) if row else ""
+            if row and first and row is not first:
+                text += f" ({100 * (row['ms'] / first['ms'] - 1):+.0f} %)"
+            cells.append(text)
+        lines.append([case, PASSES[what], *cells])
+    return ["case", "passes", *(f"{heads[x]}: ms" for x in ordered)], lines
 
 
 def _functions(row: dict) -> str:

@@ -308,6 +308,20 @@ def test_another_library_stands_last_in_its_task(results, tmp_path, capsys):
     assert not any("fla" in line[1] for line in page)
 
 
+def test_a_column_for_each_triton():
+    """In the order of their numbers, beside the first; what is missing, or old, is seen."""
+    head = {"case": "a", "ptxas": "13.4", "sources": {}}
+    rows = [
+        head | {"what": "forward", "triton": "3.10.0", "ms": 1.5, "sources": {"kernels.wy": "0"}},
+        head | {"what": "forward", "triton": "3.6.0", "ms": 1.0},
+        head | {"what": "forward_backward", "triton": "3.10.0", "ms": 2.0},
+    ]
+    heads, lines = tables.tritons_cells({"rows": rows})
+    assert heads[2:] == [f"Triton {x}, ptxas 13.4: ms" for x in ("3.6.0", "3.10.0")]
+    times = [["1.00", f"1.50{MARK} (+50 %)"], ["", "2.00"]]
+    assert [line[2:] for line in lines] == times
+
+
 def test_agreement_is_a_line_over_a_folded_table(capsys):
     x = torch.ones(2)
     teaching.agreement([("a", x, x, 1e-6), ("b", x + 1e-4, x, 1e-3)])

@@ -423,7 +423,8 @@ def suite_table() -> str:
         where = f"{r['gpu']}, PyTorch {r['torch']}, CUDA {r['cuda']}, {r['date']}"
         counts = f"{r['passed']} passed, {r['failed'] + r['error']} failed, {r['skipped']} skipped"
         counts += ", cut short" * r["cut"]
-        rows.append([r["triton"], where, counts, r["tests"].replace("tests/", "")])
+        triton = f"{r['triton']}, ptxas {r['ptxas']}"
+        rows.append([triton, where, counts, r["tests"].replace("tests/", "")])
     return table(["Triton", "On", "Result", "Tests of"], rows)
 
 

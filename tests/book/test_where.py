@@ -158,7 +158,7 @@ def test_runs_of_the_tests_on_gpus(where, tmp_path):
 
     assert len(rows(where.suite_table())) == len(ran.read())
     file, one = tmp_path / "ran.json", {"gpu": "G", "torch": "2", "triton": "3.9.0", "cuda": "13"}
-    one |= {"date": "2026-01-01", "tests": "tests", "passed": 1}
+    one |= {"ptxas": "13.4", "date": "2026-01-01", "tests": "tests", "passed": 1}
     for new in (one, one | {"triton": "3.6.0"}, one | {"passed": 2}):
         ran.add(new, file)
     assert [(r["triton"], r["passed"]) for r in ran.read(file)] == [("3.6.0", 1), ("3.9.0", 2)]

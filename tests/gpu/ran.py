@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 FILE = Path(__file__).with_name("ran.json")
-KEY = "gpu", "torch", "triton", "tests"
+KEY = "gpu", "torch", "triton", "ptxas", "tests"
 
 
 def read(file: Path = FILE) -> list[dict]:
@@ -21,12 +21,15 @@ def read(file: Path = FILE) -> list[dict]:
 def record(tests: list[str], counts: dict[str, int], cut: bool = False) -> dict:
     """What this process can say of a run of these tests; cut: some were not reached."""
     import triton
+    from triton.backends.nvidia.compiler import get_ptxas
 
+    major, minor = torch.cuda.get_device_capability()
     names = {"chapters" if name.endswith(".ipynb") else name for name in tests}
     return {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
+        "ptxas": get_ptxas(10 * major + minor).version,
         "cuda": torch.version.cuda,
         "date": datetime.date.today().isoformat(),
         "tests": " ".join(sorted(names)),

@@ -102,11 +102,12 @@ def programs_of(row):
 # stores of a thread, in bytes; scans spill nothing
 SPILLED = {
     "intra_chunk_bwd_gluon_kernel": 128 if support.THIS < (3, 9) else 160,
-    "kda_intra_bwd_gluon_kernel": 512,
-    "kda_prepare_gluon_kernel": 0 if support.THIS < (3, 9) else 4,  # of one number
+    # from 3.8 on registers are allocated by the level that Triton gives to ptxas
+    "kda_intra_bwd_gluon_kernel": 512 if support.THIS < (3, 8) else 664,
+    "kda_prepare_gluon_kernel": 0 if support.THIS < (3, 8) else 88,
     "scan_intra_bwd_gluon_kernel": 32,
     "chunk_fwd_gluon_kernel": 276,  # where states are given and returned; else 56, and 140 of 64
-    "ssd_bwd_dx_gluon_kernel": 276,
+    "ssd_bwd_dx_gluon_kernel": 276 if support.THIS < (3, 8) else 708,
     "ssd_bwd_dc_gluon_kernel": 0,
     "ssd_states_gluon_kernel": 0,
     "ssd_fwd_gluon_kernel": 640,  # before the loop, of the states of pieces; else 12

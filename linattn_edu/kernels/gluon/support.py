@@ -36,8 +36,8 @@ def version(text: str) -> tuple[int, int]:
 THIS = version(str(triton.__version__))  # where the book is built, there is something else
 # In the OPTIONS of a launch "maxnreg" is what a thread has at the start; a warp that loads keeps 24
 # of them, and the others take the rest. Beside it, of kernels that fill them: Triton 3.9 has ptxas
-# 13.4 allocate by level 2, against a fault of earlier 13.x, and up to three times as much is
-# spilled. This gives back the level that ptxas has by itself.
+# 13.4 allocate by level 2, against a fault of earlier 13.x, and they spill (scan_intra_bwd 104
+# bytes, not 8). This gives back the level that ptxas has by itself.
 ALLOCATE = {"ptx_options": "--regAllocOptLevel=4"} if THIS == (3, 9) else {}
 if ALLOCATE and (_more := triton.knobs.nvidia.ptxas_options):
     ALLOCATE["ptx_options"] += f" {_more}"
