@@ -26,6 +26,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as in conftest.py
 
 import kept
+import sass
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -56,7 +57,8 @@ TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16",
     torch.int32: "*i32", torch.int8: "*i8",
 }  # fmt: skip
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+USAGE, CODE = (TOOLS / "cuobjdump", "--dump-resource-usage"), (TOOLS / "nvdisasm", "-c")
 
 
 def launches(K, V, dtype):
@@ -142,20 +144,28 @@ def all_rows():
 
 
 def compile_row(cc, source, options, anew):
-    """Compile one launch, or with anew=False take it from Triton's cache; return what it needs."""
+    """Compile one launch, or with anew=False take it from Triton's cache; return what it needs.
+
+    Raises:
+        ArithmeticError: it reads or writes beyond its shared memory.
+    """
     triton.knobs.compilation.always_compile = anew
     compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(compiled.asm["cubin"])
         f.flush()
-        usage = subprocess.run(
-            [CUOBJDUMP, "--dump-resource-usage", f.name], capture_output=True, text=True, check=True
-        ).stdout
+        usage, code = (
+            subprocess.run([*command, f.name], capture_output=True, text=True, check=True).stdout
+            for command in (USAGE, CODE)
+        )
+    metadata = compiled.metadata
+    if beyond := sass.beyond(code, cc, 32 * metadata.num_warps, metadata.shared):
+        raise ArithmeticError(f"beyond its shared memory: {beyond[0]}")
     numbers = dict(re.findall(r"(REG|STACK):(\d+)", usage))
     return kept.Result(
         registers=int(numbers["REG"]),
         stack=int(numbers["STACK"]),
-        shared=compiled.metadata.shared,
+        shared=metadata.shared,
         mma=bool(re.search(r"\bw?g?mma\.|mma\.sync|tcgen05\.mma", compiled.asm["ptx"])),
     )
 
