@@ -20,7 +20,8 @@ LINE = re.compile(
 LABEL = re.compile(r"\.L\w+")
 REGISTER, PREDICATE = re.compile(r"U?R\d+"), re.compile(r"!?U?P[RT\d]")
 PLACE = re.compile(r"\[(R\d+|RZ)?\+?(UR\d+)?\+?(-?0x[0-9a-f]+)?\]")
-SHARED = {"LDS": 0, "STS": 0, "LDSM": 16, "STSM": 16}  # bytes of a thread; 0: its name says
+# bytes of a thread; 0: the name says
+SHARED = {"LDS": 0, "STS": 0, "LDGSTS": 0, "LDSM": 16, "STSM": 16}
 NOTHING = ("ST", "BAR", "WARP", "ISETP", "FSETP", "UISETP", "PLOP3", "R2P")  # of registers
 BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}  # of what is not 4
 THREADS = {"SR_TID.X": np.arange, "SR_CgaCtaId": np.zeros}
@@ -52,10 +53,13 @@ def sgxt(a: np.ndarray, bits: np.ndarray, signed: bool) -> np.ndarray:
 
 
 def shf(a: np.ndarray, n: np.ndarray, b: np.ndarray, kinds: list[str]) -> np.ndarray | None:
-    """A shift of one word, or None of two: the high one is b in a shift to the right."""
+    """A shift of one word, or None of two: the high one is b, the low one a."""
+    high, wide = "HI" in kinds, {"U64", "S64"} & {*kinds}
     if "L" in kinds:
-        return None if "HI" in kinds else a << n
-    x = b if "HI" in kinds else a
+        return None if high or wide else a << n
+    if wide or (a if high else b).any():
+        return None
+    x = b if high else a
     return (x ^ 1 << 31) - (1 << 31) >> n if "S32" in kinds else x >> n
 
 
@@ -66,7 +70,7 @@ def computed(op: str, kinds: list[str], x: list[np.ndarray]) -> np.ndarray | Non
             return x[0]
         case "VIADD", 2:
             return x[0] + x[1]
-        case "IADD3", 3:
+        case "IADD3", 3 if not kinds:
             return x[0] + x[1] + x[2]
         case "IMAD", 3 if not {"WIDE", "HI", "X"} & {*kinds}:
             return x[0] * x[1] + x[2]
@@ -156,10 +160,22 @@ class Threads:
             result = THREADS[rest[0]](self.count).astype(np.int64)
         elif op == "R2UR" or all(x is not None for x in values):
             result = values[0] if op == "R2UR" else computed(op, kinds, values)
-        wide = max(1, width(kinds) // 4, 2 * ("WIDE" in kinds))
-        if op == "HGMMA":  # 64x32x16: 32 columns, two of four warps' 64 rows a thread
-            wide = int(kinds[0].split("x")[1]) // 2
-        return self.put(first, result if sure else None, wide)
+        return self.put(first, result if sure else None, registers(op, kinds))
+
+
+def registers(op: str, kinds: list[str]) -> int:
+    """How many an instruction writes."""
+    if op == "HGMMA":  # 64x32x16: a thread of 128 has 16 of 64 x 32 sums
+        return int(kinds[0].split("x")[1]) // 2
+    if op in ("HMMA", "IMMA"):
+        return 4
+    if op == "LDSM":
+        return int(kinds[-1]) if kinds[-1].isdecimal() else 1
+    if op == "LDTM":
+        return max((int(x[1:]) for x in kinds if re.fullmatch(r"x\d+", x)), default=1)
+    if op.startswith("D") or {"WIDE", "F64"} & {*kinds} or (op == "CS2R" and "32" not in kinds):
+        return 2
+    return max(1, width(kinds) // 4)
 
 
 def width(kinds: list[str]) -> int:
@@ -177,21 +193,40 @@ def common(a: dict | None, b: dict | None) -> dict | None:
 def accesses(text: str, threads: int) -> Iterator[tuple[str, np.ndarray | None, int]]:
     """The reads and writes of shared memory: line, address of each thread or None, and bytes."""
     block = Threads(threads)
-    for found in LINE.finditer(text):
-        label, predicate, name, rest = found.groups()
+    for line, label, sure, op, kinds, operands in parsed(text):
         if label:
             block.arrive(label)
         if label or block.known is None:
             continue
-        op, *kinds = name.split(".")
-        operands = [x.strip() for x in (rest or "").split(",")]
-        if op in SHARED and not predicate:
-            yield found[0], block.place(found[0]), SHARED[op] or width(kinds)
-        if op in ("BRA", "EXIT"):
-            target = LABEL.search(rest or "")
-            block.branch(target[0] if target else "", not predicate and len(operands) == 1)
+        if op in SHARED and sure:
+            yield line, block.place(line), SHARED[op] or width(kinds)
+        if op in ("BRA", "EXIT", "RET"):
+            target = LABEL.search(operands[-1])
+            block.branch(target[0] if target else "", sure and (op == "RET" or len(operands) == 1))
+        elif op == "CALL":  # what is written there is not known
+            body = text.partition(f"\n{operands[0].strip('`()')}:")[2].partition(" RET.")[0]
+            for _, called, _, *instruction in parsed(body):
+                if not called and not instruction[0].startswith(NOTHING):
+                    block.run(*instruction, sure=False)
         elif not op.startswith(NOTHING) or op == "STL":
-            block.run(op, kinds, operands, not predicate)
+            block.run(op, kinds, operands, sure)
+
+
+def parsed(text: str) -> Iterator[tuple[str, str | None, bool, str, list[str], list[str]]]:
+    """Of each line itself and its label; or of an instruction whether no predicate decides about
+    it, its name, what the name says beside, and its operands.
+    """
+    for found in LINE.finditer(text):
+        label, predicate, name, rest = found.groups()
+        op, *kinds = (name or "").split(".")
+        yield (
+            found[0],
+            label,
+            not predicate,
+            op,
+            kinds,
+            [x.strip() for x in (rest or "").split(",")],
+        )
 
 
 def beyond(text: str, cc: int, threads: int, shared: int) -> list[str]:

@@ -33,6 +33,13 @@ UNKNOWN = [
     "MOV R1, RZ ; LDG.E.128 R0, desc[UR4][R4.64]",
     "MOV R1, RZ ; @P0 MOV R1, 0x10",
     "MOV R1, RZ ; HGMMA.64x32x16.F32.BF16 R0, gdesc[UR4], R0",
+    "MOV R1, RZ ; HMMA.16816.F32.BF16 R0, R4, R8, R12",
+    "MOV R1, RZ ; LDSM.16.M88.4 R0, [RZ]",
+    "MOV R1, RZ ; CS2R R0, SRZ",
+    "MOV R1, RZ ; DADD R0, R4, R6",
+    "IADD3.X R1, R0, RZ, RZ, P0, !PT",
+    "SHF.R.U64 R1, R0, 0x2, R0",
+    "SHF.L.U64.HI R1, R0, 0x2, RZ",
     "IMAD.WIDE.U32 R0, R0, 0x4, RZ",
     "LDS R1, [RZ]",
     "S2R R1, SR_CTAID.X",
@@ -43,7 +50,7 @@ UNKNOWN = [
 def program(code: str) -> str:
     lines = [x.strip() for x in f"{THREAD} ; {code} ; STS [R1], RZ ; EXIT".split(" ; ")]
     place = "        /*{:04x}*/                   {} ;"
-    return "\n".join(x if x[0] == "." else place.format(i, x) for i, x in enumerate(lines))
+    return "\n".join(x if x[-1] == ":" else place.format(i, x) for i, x in enumerate(lines))
 
 
 def address(code: str, threads: int = 64) -> np.ndarray | None:
@@ -71,6 +78,15 @@ def test_ways_that_meet(other):
     known = address(f"{first} ; {second} ; .L_x_1:")
     assert (known is not None) == (other == "0x10")
     assert (address(f"{first} ; {second} ; EXIT ; .L_x_1:") == 16).all()
+
+
+@pytest.mark.parametrize("other", ["R1", "R2"])
+def test_a_call(other):
+    """What a function writes to is not known behind it."""
+    begin = "MOV R1, 0x10 ; CALL.REL.NOINC `($f)"
+    rest = f"STS [R1], RZ ; EXIT ; $f: ; MOV {other}, 0x8 ; RET.REL.NODEC R8 `(main)"
+    (_, at, _), *_ = sass.accesses(program(f"{begin} ; {rest}"), 32)
+    assert (at is None) == (other == "R1")
 
 
 def test_a_loop_is_gone_through_once():
