@@ -290,21 +290,26 @@ def compile_form(source, options):
     """What ptxas says of a compiled kernel, and what is in it."""
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = compiled.asm["ptx"]
+    given = options.get("ptx_options", "").split()
+    own, run = assembled(ptx), assembled(ptx, *LEVEL, *given)
+    spilled, as_run = (int(re.search(r"(\d+) bytes spill stores", x)[1]) for x in (own, run))
+    return kept.GluonResult(
+        registers=int(re.search(r"Used (\d+) registers", own)[1]),
+        spilled=spilled,
+        serialized="serialized" in own or "serialized" in run,
+        shared=compiled.metadata.shared,
+        products=ptx.count("wgmma.mma_async"),
+        spilled_as_run=as_run,
+    )
+
+
+def assembled(ptx, *given):
+    """What ptxas says of a program."""
     with tempfile.TemporaryDirectory() as folder:
         text, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         text.write_text(ptx)
-        given = options.get("ptx_options", "").split()
-        said = subprocess.run(
-            [get_ptxas(90).path, "-v", *LEVEL, *given, "-arch=sm_90a", text, "-o", cubin],
-            capture_output=True, text=True, check=True,
-        ).stderr  # fmt: skip
-    return kept.GluonResult(
-        registers=int(re.search(r"Used (\d+) registers", said)[1]),
-        spilled=int(re.search(r"(\d+) bytes spill stores", said)[1]),
-        serialized="serialized" in said,
-        shared=compiled.metadata.shared,
-        products=ptx.count("wgmma.mma_async"),
-    )
+        command = [get_ptxas(90).path, "-v", *given, "-arch=sm_90a", text, "-o", cubin]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def main():

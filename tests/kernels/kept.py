@@ -43,13 +43,14 @@ class Result(NamedTuple):
 
 class GluonResult(NamedTuple):
     """Registers of a thread, bytes that it spills; whether ptxas has products wait for one another;
-    bytes of shared memory of a program; products in it."""
+    bytes of shared memory of a program; products in it; bytes spilled as Triton calls ptxas."""
 
     registers: int
     spilled: int
     serialized: bool
     shared: int
     products: int
+    spilled_as_run: int
 
 
 def read(version: str, file: Path = FILE, kind: type[tuple] = Result) -> dict[Row, tuple]:
