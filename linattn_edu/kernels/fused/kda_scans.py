@@ -280,7 +280,7 @@ def kda_fused_scan_map_bwd_kernel(
     store_map(map_ptr, left_ptr, tl.trans(b_dS), i_v, i_ph, o_k, o_v, made, K, V, W, ROW, NEAR, NW)
 
 
-GATES_OPTIONS = {"BK": 64, "num_warps": 4}
+GATES_OPTIONS = {"BK": 64, "num_warps": 4, "maxnreg": 168}
 SCAN = (row(4, 2, BV=64),)  # rows of dS^T: a product of fewer would leave tensor cores idle
 
 

@@ -18,7 +18,7 @@ from linattn_edu.kernels.gluon.blocks import CHUNK, add, kept, numbers, product
 from linattn_edu.kernels.gluon.gdn_intra import store_matrix
 from linattn_edu.kernels.gluon.gdn_solve import MMA, inverse, invert_blocks, join_blocks, nothing
 from linattn_edu.kernels.gluon.names import async_read, barrier, record, reinterpret
-from linattn_edu.kernels.gluon.support import attempt
+from linattn_edu.kernels.gluon.support import ALLOCATE, attempt
 from linattn_edu.kernels.rows import chunk_args
 from linattn_edu.kernels.tiles import LOG2E, chunk_of
 from linattn_edu.packing import Packing
@@ -360,7 +360,7 @@ def kda_prepare_gluon_kernel(
     store_matrix(A_ptr + i * BT, A_s, HV * BT, n_t, BT)
 
 
-OPTIONS = {"num_warps": 4, "maxnreg": 255}
+OPTIONS = {"num_warps": 4, "maxnreg": 255, **ALLOCATE}
 
 
 @attempt

@@ -34,7 +34,7 @@ from linattn_edu.kernels.gluon.blocks import (
     sum_backwards,
 )
 from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record
-from linattn_edu.kernels.gluon.support import attempt
+from linattn_edu.kernels.gluon.support import ALLOCATE, attempt
 from linattn_edu.kernels.rows import device_of
 
 
@@ -468,7 +468,7 @@ def kda_intra_bwd_gluon_kernel(
         ], [4, 1, 2], [240, 24, 24])  # fmt: skip
 
 
-OPTIONS = {"num_warps": 4, "maxnreg": 168}
+OPTIONS = {"num_warps": 4, "maxnreg": 168, **ALLOCATE}
 
 
 @attempt

@@ -30,7 +30,7 @@ from linattn_edu.kernels.gluon.blocks import (
     rounded,
 )
 from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record, reinterpret
-from linattn_edu.kernels.gluon.support import attempt
+from linattn_edu.kernels.gluon.support import ALLOCATE, attempt
 
 
 @record
@@ -413,7 +413,7 @@ def ssd_bwd_dx_gluon_kernel(
     ], [4, 4, 1], [136, 136, 24])  # fmt: skip
 
 
-OPTIONS = {"num_warps": 4, "maxnreg": 128}
+OPTIONS = {"num_warps": 4, "maxnreg": 128, **ALLOCATE}
 
 
 @attempt
