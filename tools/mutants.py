@@ -344,8 +344,8 @@ MUTANTS = [
     Mutant(
         "the gradient of what a chunk writes takes P without its transpose",
         f"{KERNELS}/delta/state_bwd.py",
-        "scale * dot_as(tl.trans(b_P), b_do, None, PRECISION)",
-        "scale * dot_as(b_P, b_do, None, PRECISION)",
+        "scale * dot(tl.trans(b_P), b_do)",
+        "scale * dot(b_P, b_do)",
         "tests/delta/test_kda_scans.py",
     ),
     Mutant(

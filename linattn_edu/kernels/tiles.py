@@ -162,6 +162,39 @@ def store_halves(x_ptr, low_ptr, b_x, o_row, o_col, stride, n_row, n_col):
 
 
 @triton.jit
+def load_halves(x_ptr, i, o_row, o_col, heads, n_row, n: tl.constexpr, FINE: tl.constexpr):
+    """Row i of n numbers, and those of the same head after it; with FINE rows of n high halves and
+    then n low ones, both. Without it twice the same: no product of halves reads the second.
+    """
+    if FINE:
+        x_ptr += i * 2 * n
+        b_x = load_tile(x_ptr, o_row, o_col, 2 * heads * n, n_row, n)
+        return b_x, load_tile(x_ptr + n, o_row, o_col, 2 * heads * n, n_row, n)
+    else:
+        b_x = load_tile(x_ptr + i * n, o_row, o_col, heads * n, n_row, n)
+        return b_x, b_x
+
+
+@triton.jit
+def store_rows(x_ptr, i, b_x, o_row, o_col, heads, n_row, n: tl.constexpr, FINE: tl.constexpr):
+    """What `load_halves` loads."""
+    if FINE:
+        x_ptr += i * 2 * n
+        store_halves(x_ptr, x_ptr + n, b_x, o_row, o_col, 2 * heads * n, n_row, n)
+    else:
+        store_tile(x_ptr + i * n, b_x, o_row, o_col, heads * n, n_row, n)
+
+
+@triton.jit
+def parted(x, FINE: tl.constexpr):
+    """With FINE both halves of x in fp32; else x twice."""
+    if FINE:
+        return in_halves(x, tl.bfloat16)
+    else:
+        return x, x
+
+
+@triton.jit
 def dot_halves(a, a_low, b, b_low, acc=None):
     """(a + a_low) @ (b + b_low) + acc, where a low half may be None; without that of both."""
     if a_low is not None:

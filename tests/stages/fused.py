@@ -1,8 +1,10 @@
 """The stages of kernels/fused, and others as the fused sets call them."""
 
+from types import SimpleNamespace
+
 import torch
 
-from stages.delta import two_heads, with_gates
+from stages.delta import fine, two_heads, with_gates
 from stages.record import SCALE, Stage, Table, call
 
 
@@ -18,6 +20,28 @@ def halved(r):
 
 def held_bf16(r):
     return r.held and r.q.dtype == torch.bfloat16
+
+
+def pair(x):
+    """Both halves of x in bfloat16, the high ones and then the low ones."""
+    high = x.bfloat16()
+    return torch.cat([high, (x - high).bfloat16()], -1)
+
+
+ROUNDED, PAIRS = "q k v do qg h dh", "kd kg v_new Z"
+
+
+def paired(f):
+    """The call in halves, with what a user gives, and dO and states in bfloat16."""
+
+    def of(r):
+        known = {n: x for n, x in vars(r).items() if isinstance(x, torch.Tensor)}
+        halves = {n: pair(known[n]) for n in PAIRS.split() if n in known}
+        rounded = {n: known[n].bfloat16() for n in ROUNDED.split() if n in known}
+        args, named = f(SimpleNamespace(**vars(r) | halves | rounded))
+        return args, named | {"fine": True}
+
+    return of
 
 
 _intra_bwd = call("q k v beta gc h v_new do dh Z", "scaled")
@@ -77,6 +101,8 @@ STAGES = [
           "kda_fused_scans", when=held),
     Stage("fused/kda_scans", "kda_fused", call("qg kg kd beta gc P A do dht", scale=SCALE),
           "kda_fused_scan_map_bwd", when=held),
+    Stage("fused/kda_bwd", "kda_fused", call("v h v_new do dh Z", "scaled"), "kda_outer_bwd",
+          when=held_bf16),
     Stage("fused/kda_bwd", "kda_fused", _intra_bwd, "kda_fused_intra_bwd", adds=1,
           when=held_bf16, more=[two_heads(_intra_bwd)]),
     Stage("fused/kda_bwd", "kda_fused", call("q k v beta gc h v_new do dh Z g", "scaled"),
@@ -97,11 +123,44 @@ STAGES = [
           "kda_fused_scans", when=held),
     Stage("fused/kda_scans", "gdn2_fused", call("qg kg kd write gc P A do dht", scale=SCALE),
           "kda_fused_scan_map_bwd", when=held),
+    Stage("fused/kda_bwd", "gdn2_fused", call("v h v_new do dh Z write", "scaled"),
+          "kda_outer_bwd", when=held_bf16),
     Stage("fused/kda_bwd", "gdn2_fused", call("q k v beta gc h v_new do dh Z write", "scaled"),
           "kda_fused_intra_bwd", adds=2, when=held_bf16),
     Stage("fused/kda_bwd", "gdn2_fused",
           call("q k v beta gc h v_new do dh Z g - - write", "scaled"), "kda_intra_gate_bwd",
           adds=5, when=held_bf16),
+    # both in halves
+    Stage("fused/kda_scans", "kda_fused", paired(call("q k g", "chunks")), "kda_gates", when=fine,
+          more=[paired(f) for f in with_gates("q k g")]),
+    Stage("fused/kda_fwd", "kda_fused",
+          paired(call("qg kg kd v beta gc P A h0", scale=SCALE, output_final_state=True)),
+          "kda_fused_scan", when=fine),
+    Stage("fused/kda_fwd", "kda_fused", paired(call("kg kd v beta gc A h0")),
+          "kda_fused_scan_map", when=fine),
+    Stage("fused/kda_scans", "kda_fused",
+          paired(call("qg kg kd v beta gc P A do h0 dht", scale=SCALE)), "kda_fused_scans",
+          when=fine),
+    Stage("fused/kda_scans", "kda_fused",
+          paired(call("qg kg kd beta gc P A do dht", scale=SCALE)), "kda_fused_scan_map_bwd",
+          when=fine),
+    Stage("fused/kda_bwd", "kda_fused", paired(call("v h v_new do dh Z", "scaled")),
+          "kda_outer_bwd", when=fine),
+    Stage("fused/kda_scans", "gdn2_fused", paired(call("q k g - - beta", "chunks")), "kda_gates",
+          when=fine),
+    Stage("fused/kda_fwd", "gdn2_fused",
+          paired(call("qg kg kd v write gc P A h0", scale=SCALE, output_final_state=True)),
+          "kda_fused_scan", when=fine),
+    Stage("fused/kda_fwd", "gdn2_fused", paired(call("kg kd v write gc A h0")),
+          "kda_fused_scan_map", when=fine),
+    Stage("fused/kda_scans", "gdn2_fused",
+          paired(call("qg kg kd v write gc P A do h0 dht", scale=SCALE)), "kda_fused_scans",
+          when=fine),
+    Stage("fused/kda_scans", "gdn2_fused",
+          paired(call("qg kg kd write gc P A do dht", scale=SCALE)), "kda_fused_scan_map_bwd",
+          when=fine),
+    Stage("fused/kda_bwd", "gdn2_fused", paired(call("v h v_new do dh Z write", "scaled")),
+          "kda_outer_bwd", when=fine),
     # Mamba-2, and the stages that its fused sets share with the delta rule and the staged
     Stage("ssd/chunk_cumsum", "ssd_fused", call("dt A dt_bias", "chunks", softplus=True),
           "chunk_cumsum_log"),

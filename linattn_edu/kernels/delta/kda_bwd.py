@@ -10,7 +10,7 @@ from linattn_edu.kernels.tiles import (
     as_factor,
     cast,
     chunk_of,
-    dot_as,
+    dot,
     gated,
     load_row,
     load_tile,
@@ -32,7 +32,6 @@ def kda_output_bwd_kernel(
     T,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 
@@ -49,7 +48,7 @@ def kda_output_bwd_kernel(
         b_do = load_tile(do_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
         b_v = load_tile(v_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
         # eq:kda-dp   dP = scale tril(dO v_new^T)
-        b_dP = dot_as(b_do, tl.trans(b_v), b_dP, PRECISION)
+        b_dP = dot(b_do, tl.trans(b_v), b_dP)
     b_dP = tl.where(o_t[:, None] >= o_t[None, :], scale * b_dP, 0.0)
     store_tile(dP_ptr + i * BT, b_dP, o_t, o_t, HV * BT, n_t, BT)
     for j in range(tl.cdiv(K, BK)):
@@ -61,7 +60,7 @@ def kda_output_bwd_kernel(
                 b_do = load_tile(do_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
             b_h = load_tile(h_ptr + i_S, o_k, o_v, V, K, V)  # [BK, BV]
             # eq:kda-dqg   dqg = scale dO h^T
-            b_dq = dot_as(b_do, tl.trans(b_h), b_dq, PRECISION)
+            b_dq = dot(b_do, tl.trans(b_h), b_dq)
         store_tile(dqg_ptr + i * K, scale * b_dq, o_t, o_k, HV * K, n_t, K)
 
 
@@ -86,7 +85,6 @@ def kda_wy_bwd_kernel(
     T,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 
@@ -108,7 +106,7 @@ def kda_wy_bwd_kernel(
         b_dv = load_tile(dv_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
         b_v = load_tile(v_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
         # eq:kda-z   Z = A^T dv_new
-        b_Z = dot_as(tl.trans(b_A), b_dv, None, PRECISION)
+        b_Z = dot(tl.trans(b_A), b_dv)
         if write_ptr is None:
             b_dbeta += tl.sum(as_factor(b_Z, b_v_new.dtype) * b_v.to(tl.float32), 1)
         else:
@@ -121,7 +119,7 @@ def kda_wy_bwd_kernel(
             store_tile(dv_ptr + i * V, b_w, o_t, o_v, HV * V, n_t, V)
         # eq:kda-dl   dL = -tril(Z v_new^T, -1)
         b_Z = cast(b_Z, b_v_new.dtype)
-        b_dL = dot_as(b_Z, tl.trans(b_v_new), b_dL, PRECISION)
+        b_dL = dot(b_Z, tl.trans(b_v_new), b_dL)
     if write_ptr is None:
         tl.store(dbeta_ptr + i + o_t * HV, b_dbeta, mask=o_t < n_t)
     b_dL = tl.where(o_t[:, None] > o_t[None, :], -b_dL, 0.0)
@@ -136,13 +134,13 @@ def kda_wy_bwd_kernel(
             if NV > 1:
                 b_v_new = load_tile(v_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
                 b_dv = load_tile(dv_new_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-                b_Z = cast(dot_as(tl.trans(b_A), b_dv, None, PRECISION), b_v_new.dtype)
+                b_Z = cast(dot(tl.trans(b_A), b_dv), b_v_new.dtype)
             b_h = load_tile(h_ptr + i_S, o_k, o_v, V, K, V)  # [BK, BV]
             b_dh = load_tile(dh_ptr + i_S, o_k, o_v, V, K, V)  # [BK, BV]
             # eq:kda-dkb   dkb = -Z S^T
-            b_dkb = dot_as(b_Z, tl.trans(b_h), b_dkb, PRECISION)
+            b_dkb = dot(b_Z, tl.trans(b_h), b_dkb)
             # eq:kda-dkg   dkg = v_new dS^T
-            b_dkg = dot_as(b_v_new, tl.trans(b_dh), b_dkg, PRECISION)
+            b_dkg = dot(b_v_new, tl.trans(b_dh), b_dkg)
             # eq:kda-dgl   dgl = rowsum(dS * S)
             b_dgl += tl.sum(b_dh.to(tl.float32) * b_h.to(tl.float32), 1)
         store_tile(dkb_ptr + i * K, -b_dkb, o_t, o_k, HV * K, n_t, K)
@@ -151,7 +149,6 @@ def kda_wy_bwd_kernel(
 
 
 CONFIGS = value_table(row(4, 2, BK=64, BV=256))
-FINE = row(4, 2, BK=32, BV=64)  # in halves, on Hopper
 
 
 def kda_output_bwd(
@@ -162,18 +159,16 @@ def kda_output_bwd(
     scale: float,
     chunk_size: int,
     packing: Packing | None = None,
-    precision: str = "tf32x3",
 ) -> tuple[Tensor, Tensor]:
     """Launch kda_output_bwd_kernel; arguments and result as in the reference."""
     B, T, HV, V = v_new.shape
     K = h.shape[3]
     dqg = v_new.new_empty(B, T, HV, K)
     dP = v_new.new_empty(B, T, HV, chunk_size, dtype=torch.float32)
-    config = FINE.launch() if precision == "halves" else by_width(CONFIGS, v_new)
     NT, *chunks = chunk_args(v_new, chunk_size, packing)
     kda_output_bwd_kernel[(NT * HV,)](
         v_new, h, do, dqg, dP, scale, *chunks, T, HV, K, V, BT=chunk_size,
-        PRECISION=precision, **config,
+        **by_width(CONFIGS, v_new),
     )  # fmt: skip
     return dqg, dP
 
@@ -188,7 +183,6 @@ def kda_wy_bwd(
     dv_new: Tensor,
     *,
     packing: Packing | None = None,
-    precision: str = "tf32x3",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch kda_wy_bwd_kernel; arguments and result as in the reference."""
     B, T, HV, V = v.shape
@@ -198,10 +192,9 @@ def kda_wy_bwd(
     dv, dL = torch.empty_like(v), torch.empty_like(A)
     dbeta = torch.empty_like(beta, dtype=torch.float32 if beta.ndim == 3 else None)
     dgl = v.new_empty(*h.shape[:4], dtype=torch.float32)
-    config = FINE.launch() if precision == "halves" else by_width(CONFIGS, v_new)
     NT, *chunks = chunk_args(v, chunk_size, packing)
     kda_wy_bwd_kernel[(NT * HV,)](
         v, *strength(beta), A, h, v_new, dh, dv_new, dkb, dkg, dv, dL, dbeta, dgl,
-        *chunks, T, HV, K, V, BT=chunk_size, PRECISION=precision, **config,
+        *chunks, T, HV, K, V, BT=chunk_size, **by_width(CONFIGS, v_new),
     )  # fmt: skip
     return dkb, dkg, dv, dL, dbeta, dgl

@@ -12,7 +12,7 @@ from linattn_edu.kernels.rows import CHANNEL_CONFIGS as CONFIGS
 from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
-    dot_as,
+    dot,
     first_state,
     load_tile,
     load_vector,
@@ -36,7 +36,6 @@ def kda_scan_kernel(
     T,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
@@ -57,12 +56,12 @@ def kda_scan_kernel(
         # eq:delta-v-new   v_new = u - w S
         b_w = load_tile(w_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
         b_u = load_tile(u_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-        b_v = cast(b_u.to(tl.float32) - dot_as(b_w, b_h, None, PRECISION), b_u.dtype)
+        b_v = cast(b_u.to(tl.float32) - dot(b_w, b_h), b_u.dtype)
         # eq:delta-output   o = scale (inter + P v_new)
         b_q = load_tile(qg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
         b_P = load_tile(P_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
-        b_o = dot_as(b_q, b_h, None, PRECISION)
-        b_o = scale * dot_as(b_P, b_v, b_o, PRECISION)
+        b_o = dot(b_q, b_h)
+        b_o = scale * dot(b_P, b_v, b_o)
         store_tile(o_ptr + i * V, b_o, o_t, o_v, HV * V, n_t, V)
         # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
         b_S *= tl.exp2(b_last)[:, None]
@@ -70,7 +69,7 @@ def kda_scan_kernel(
         i_last = i + (tl.minimum(2 * BT, n_t) - 1) * HV
         b_last = load_vector(gc_ptr + i_last * K, o_k, n_k)
         b_k = load_tile(kg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
-        b_S = dot_as(tl.trans(b_k), b_v, b_S, PRECISION)
+        b_S = dot(tl.trans(b_k), b_v, b_S)
 
     if ht_ptr is not None:
         store_tile(ht_ptr + i_nh * K * V, b_S, o_k, o_v, V, K, V)
@@ -88,22 +87,19 @@ def kda_scan(
     scale: float,
     output_final_state: bool = False,
     packing: Packing | None = None,
-    precision: str = "tf32x3",
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch kda_scan_kernel; arguments and result as in the reference, but that o is bfloat16
-    where fp32 is multiplied in halves of it.
-    """
+    """Launch kda_scan_kernel; arguments and result as in the reference."""
     HV, K = kg.shape[2:]
     V, chunk_size = u.shape[-1], P.shape[-1]
     pieces = by_maps(kg, HV, V, chunk_size, packing)
     initial_state = pieces.entering(
         cp_merge, piece_map, (kg, w, u, gc), initial_state, chunk_size=chunk_size
     )
-    o = torch.empty_like(u, dtype=torch.bfloat16 if precision == "halves" else u.dtype)
+    o = torch.empty_like(u)
     last = kg.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
     grid, config = scan_launch(CONFIGS, kg, pieces.N * HV, V)
     kda_scan_kernel[grid](
-        qg, kg, w, u, gc, P, initial_state, o, last, scale, *pieces.places, HV, K, V, BT=chunk_size,
-        PRECISION=precision, **config,
+        qg, kg, w, u, gc, P, initial_state, o, last, scale, *pieces.places, HV, K, V,
+        BT=chunk_size, **config,
     )  # fmt: skip
     return o, pieces.last(last)

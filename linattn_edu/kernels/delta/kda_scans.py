@@ -38,7 +38,6 @@ def kda_scans_kernel(
     stride_h,  # and between heads
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The programs of state_bwd, which take longer, and those of state.
 
@@ -51,7 +50,7 @@ def kda_scans_kernel(
         # eq:delta-ds   dS <- 2^gc_last dS + scale (diag(2^gc) Q)^T dO - w^T dv_new
         kda_state_bwd_kernel(
             qg_ptr, kg_ptr, w_ptr, gc_ptr, do_ptr, P_ptr, dht_ptr, dh_ptr, dv_ptr, dh0_ptr, scale,
-            cu_ptr, offsets_ptr, T, stride_t, stride_h, HV, K, V, BT, BK, BV, PRECISION,
+            cu_ptr, offsets_ptr, T, stride_t, stride_h, HV, K, V, BT, BK, BV,
         )  # fmt: skip
     else:
         # eq:delta-v-new   v_new = u - w S
@@ -59,7 +58,7 @@ def kda_scans_kernel(
         state_kernel(
             kg_ptr, w_ptr, u_ptr, gc_ptr, h0_ptr, None, None, h_ptr, v_new_ptr, None, cu_ptr,
             offsets_ptr, T, stride_t, stride_h, half,
-            HV, HV, K, V, BT, BK, BV, CHANNEL=True, WHOLE=False, PRECISION=PRECISION,
+            HV, HV, K, V, BT, BK, BV, CHANNEL=True, WHOLE=False,
         )  # fmt: skip
 
 
@@ -76,7 +75,6 @@ def kda_scans(
     *,
     scale: float,
     packing: Packing | None = None,
-    precision: str = "tf32x3",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch kda_scans_kernel; arguments and result as in the reference."""
     HV, K = kg.shape[2:]
@@ -92,7 +90,6 @@ def kda_scans(
     grid, config = scan_launch(CONFIGS, kg, 2 * pieces.N * HV, V)
     kda_scans_kernel[grid](
         qg, kg, w, u, gc, P, do, initial_state, dht, h, v_new, dh, dv_new, dh0, scale,
-        *pieces.places, *gc.stride()[1:3], HV, K, V, BT=chunk_size, PRECISION=precision,
-        **config,
+        *pieces.places, *gc.stride()[1:3], HV, K, V, BT=chunk_size, **config,
     )  # fmt: skip
     return h, v_new, dh, dv_new, pieces.first(dh0)

@@ -13,7 +13,7 @@ from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
     documents,
-    dot_as,
+    dot,
     first_state,
     load_gate,
     load_tile,
@@ -45,7 +45,6 @@ def state_kernel(
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     CHANNEL: tl.constexpr,  # a gate for each row of S
     WHOLE: tl.constexpr,  # every chunk has BT tokens
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
@@ -81,7 +80,7 @@ def state_kernel(
         else:
             b_w = load_tile(w_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
             b_u = load_tile(u_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-            b_v = b_u.to(tl.float32) - dot_as(b_w, cast(b_S, b_w.dtype), None, PRECISION)
+            b_v = b_u.to(tl.float32) - dot(b_w, cast(b_S, b_w.dtype))
             store_tile(v_new_ptr, b_v, o_t, o_v, HV * V, n_t, V)
 
         # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
@@ -104,7 +103,7 @@ def state_kernel(
                 seq_ptr += BT
             b_v *= b_r[:, None]
         b_k = load_tile(k_ptr, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-        b_S = dot_as(tl.trans(b_k), cast(b_v, b_k.dtype), b_S * b_a, PRECISION)
+        b_S = dot(tl.trans(b_k), cast(b_v, b_k.dtype), b_S * b_a)
 
         k_ptr += BT * H * K
         u_ptr += BT * HV * V
@@ -161,6 +160,6 @@ def state(
     state_kernel[grid](
         k, w, u, gc, initial_state, gs, seq_idx, h, v_new, last, *pieces.places, *gc.stride()[1:3],
         0, H, HV, K, V, BT=chunk_size, CHANNEL=gc.ndim == 4,
-        WHOLE=w is None and whole(k, chunk_size, packing), PRECISION="tf32x3", **config,
+        WHOLE=w is None and whole(k, chunk_size, packing), **config,
     )  # fmt: skip
     return h, v_new, pieces.last(last)

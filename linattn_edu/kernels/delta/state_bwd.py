@@ -14,7 +14,6 @@ from linattn_edu.kernels.tiles import (
     columns_of,
     documents,
     dot,
-    dot_as,
     first_state,
     load_gate,
     load_tile,
@@ -134,7 +133,6 @@ def kda_state_bwd_kernel(
     stride_h,  # and between heads
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """state_bwd_kernel with a gate for each row of dS, and its whole dv_new.
 
@@ -161,8 +159,8 @@ def kda_state_bwd_kernel(
         b_k = load_tile(kg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
         b_P = load_tile(P_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
         b_do = load_tile(do_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-        b_dv = scale * dot_as(tl.trans(b_P), b_do, None, PRECISION)
-        b_dv = dot_as(b_k, b_h, b_dv, PRECISION)
+        b_dv = scale * dot(tl.trans(b_P), b_do)
+        b_dv = dot(b_k, b_h, b_dv)
         store_tile(dv_ptr + i * V, b_dv, o_t, o_v, HV * V, n_t, V)
         o_last = (i_b * BT - 1) * stride_t
         b_last = load_vector(gc_ptr + o_last, o_k, tl.where(i_b > 0, K, 0))
@@ -170,9 +168,9 @@ def kda_state_bwd_kernel(
         # eq:delta-ds   dS <- diag(2^gc_last) dS + scale qg^T dO - w^T dv_new
         b_q = load_tile(qg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
         b_do = b_do.to(tl.float32) * scale
-        b_dS = dot_as(tl.trans(b_q), cast(b_do, b_q.dtype), b_dS * b_a, PRECISION)
+        b_dS = dot(tl.trans(b_q), cast(b_do, b_q.dtype), b_dS * b_a)
         b_w = load_tile(w_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
-        b_dS = dot_as(tl.trans(b_w), cast(-b_dv, b_w.dtype), b_dS, PRECISION)
+        b_dS = dot(tl.trans(b_w), cast(-b_dv, b_w.dtype), b_dS)
 
     store_tile(dh0_ptr + i_nh * K * V, b_dS, o_k, o_v, V, K, V)
 
@@ -229,7 +227,7 @@ def state_bwd(
     if P is not None:
         kda_state_bwd_kernel[grid](
             q, k, w, gc, do, P, dht, dh, dv_new, dh0, scale, *places, HV, K, V, BT=chunk_size,
-            PRECISION="tf32x3", **config,
+            **config,
         )  # fmt: skip
         return dh, dv_new, pieces.first(dh0)
     state_bwd_kernel[grid](

@@ -11,7 +11,6 @@ from linattn_edu.kernels.tiles import (
     chunk_of,
     decay_matrix,
     dot,
-    dot_as,
     gated,
     load_gate,
     load_gates,
@@ -42,7 +41,6 @@ def wy_kernel(
     T,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 
@@ -81,7 +79,7 @@ def wy_kernel(
             b_last = load_vector(gc_ptr + last, o_k, K)
             # eq:kda-w   w = A diag(beta) (2^gc * K)
             b_r = gated(b_k.to(tl.float32), erase_ptr, o_t, o_k, HV * K, n_t, K)
-            b_w = dot_as(b_Aw, cast(b_r * tl.exp2(b_g), b_A.dtype), None, PRECISION)
+            b_w = dot(b_Aw, cast(b_r * tl.exp2(b_g), b_A.dtype))
             # eq:kda-kg   kg = 2^(gc_last - gc) * K
             b_kg = b_k.to(tl.float32) * tl.exp2(b_last[None, :] - b_g)
             store_tile(kg_ptr + i_w, b_kg, o_t, o_k, HV * K, n_t, K)
@@ -99,7 +97,7 @@ def wy_kernel(
         b_v = load_tile(v_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
         if write_ptr is not None:
             b_v = cast(gated(b_v.to(tl.float32), write_ptr, o_t, o_v, HV * V, n_t, V), b_A.dtype)
-        store_tile(u_ptr, dot_as(b_Au, b_v, None, PRECISION), o_t, o_v, HV * V, n_t, V)
+        store_tile(u_ptr, dot(b_Au, b_v), o_t, o_v, HV * V, n_t, V)
 
 
 # generation -> bytes of an element -> row. Narrower heads keep these tiles: see rows.UNPIPELINED.
@@ -122,7 +120,6 @@ def wy(
     write: Tensor | None = None,
     *,
     packing: Packing | None = None,
-    precision: str = "tf32x3",
 ) -> tuple[Tensor, ...]:
     """Launch wy_kernel; arguments and result as in the reference."""
     B, T, H, K = k.shape
@@ -137,6 +134,6 @@ def wy(
     NT, *chunks = chunk_args(k, chunk_size, packing)
     wy_kernel[(NT * HV,)](
         k, v, *strength(beta), write, gc, A, q, kg, qg, w, u, *chunks, T, H, HV, K, V,
-        BT=chunk_size, PRECISION=precision, **config,
+        BT=chunk_size, **config,
     )  # fmt: skip
     return (w, u) if q is None else (w, u, kg, qg)

@@ -22,11 +22,15 @@ from linattn_edu.kernels.tiles import (
     cast,
     columns_of,
     dot,
+    dot_left,
+    dot_right,
     first_state,
     gated,
+    load_halves,
     load_row,
     load_tile,
     load_vector,
+    parted,
     store_tile,
     weighted,
 )
@@ -127,10 +131,11 @@ def kda_fused_scan_transposed_kernel(
     qg_ptr, kg_ptr, kd_ptr, v_ptr, beta_ptr, write_ptr, gc_ptr, P_ptr, A_ptr, h0_ptr, o_ptr, ht_ptr,
     scale, cu_ptr, offsets_ptr, T,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """kda_fused_scan_kernel, whose arguments it has, with S^T [BV, BK] in the place of S: the same
-    sums in the same order; why, says gdn_fwd.scan_transposed_kernel.
+    sums in the same order; why, says gdn_fwd.scan_transposed_kernel.  FINE: kd and kg have both
+    halves, as in load_halves; S and all that A and P multiply are parted into theirs.
 
     Grid (N * HV * V / BV).  Reference: linattn_edu.reference.fused.kda_fwd.kda_fused_scan.
     """
@@ -146,34 +151,36 @@ def kda_fused_scan_transposed_kernel(
         b_beta = load_row(beta_ptr + i, o_t, HV, n_seq)
     for i_t in range(tl.cdiv(n_seq, BT)):
         i, n_t = (first + i_t * BT) * HV + i_h, n_seq - i_t * BT
-        b_kd = load_tile(kd_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
-        b_qg = load_tile(qg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_kd, b_low = load_halves(kd_ptr, i, o_t, o_k, HV, n_t, K, FINE)  # [BT, BK]
         b_v = load_tile(v_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-        b_A = load_tile(A_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
-        b_P = load_tile(P_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
-        b_kg = load_tile(kg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
-        b_h = cast(b_S, b_kd.dtype)
 
         # eq:delta-residual   W = V - kd S
         if write_ptr is not None:
             b_v = gated(b_v, write_ptr + i * V, o_t, o_v, HV * V, n_t, V)
-        b_W = tl.trans(b_v).to(tl.float32) - dot(b_h, tl.trans(b_kd))
+        b_W = dot_left(b_S, tl.trans(b_kd), tl.trans(b_low), None, FINE)
+        b_W = tl.trans(b_v).to(tl.float32) - b_W
+        b_A = load_tile(A_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
         # eq:delta-v-new   v_new = A diag(beta) W
-        b_W = cast(weighted(b_W, b_beta, False), b_A.dtype)
-        b_new = cast(dot(b_W, tl.trans(b_A)), b_kg.dtype)
+        b_A, b_low = parted(b_A, FINE)
+        b_W = weighted(b_W, b_beta, False)
+        b_new = dot_left(b_W, tl.trans(b_A), tl.trans(b_low), None, FINE)
         # eq:delta-inter   qg S
-        b_o = dot(b_h, tl.trans(b_qg))
+        b_qg = load_tile(qg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_o = dot(cast(b_S, b_qg.dtype), tl.trans(b_qg))
+        b_P = load_tile(P_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
         # eq:delta-output   o = scale (inter + P v_new)
-        b_o = scale * dot(b_new, tl.trans(b_P), b_o)
+        b_P, b_low = parted(b_P, FINE)
+        b_o = scale * dot_left(b_new, tl.trans(b_P), tl.trans(b_low), b_o, FINE)
         b_o = tl.trans(cast(b_o, o_ptr.dtype.element_ty))
         store_tile(o_ptr + i * V, b_o, o_t, o_v, HV * V, n_t, V)
         # eq:delta-state   S <- diag(2^gc_last) S + kg^T v_new
+        b_kg, b_low = load_halves(kg_ptr, i, o_t, o_k, HV, n_t, K, FINE)  # [BT, BK]
         b_S *= tl.exp2(b_last)[None, :]
         o_last = (tl.minimum(2 * BT, n_t) - 1) * HV * K
         b_last = load_vector(gc_ptr + i * K + o_last, o_k, tl.where(n_t > BT, K, 0))
         if beta_ptr is not None:
             b_beta = load_row(beta_ptr + i + BT * HV, o_t, HV, n_t - BT)
-        b_S = dot(b_new, b_kg, b_S)
+        b_S = dot_left(b_new, b_kg, b_low, b_S, FINE)
 
     if ht_ptr is not None:
         store_tile(ht_ptr + i_nh * K * V, tl.trans(b_S), o_k, o_v, V, K, V)
@@ -185,6 +192,7 @@ def kda_fused_scan_map_kernel(
     h0_ptr, map_ptr, left_ptr, rows_ptr, cu_ptr, T,  # as of gdn_fwd.scan_map_kernel
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr,
     NEAR: tl.constexpr, NW: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    FINE: tl.constexpr,
 ):  # fmt: skip
     """One program: BV columns of [S_ext | M] of one head, through a piece.
 
@@ -203,25 +211,27 @@ def kda_fused_scan_map_kernel(
         b_beta = load_row(beta_ptr + i, o_t, HV, n_seq)
     for i_t in range(tl.cdiv(n_seq, BT)):
         i, n_t = (first + i_t * BT) * HV + i_h, n_seq - i_t * BT
-        b_kd = load_tile(kd_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_kd, b_kd_low = load_halves(kd_ptr, i, o_t, o_k, HV, n_t, K, FINE)  # [BT, BK]
         b_v = load_tile(v_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
         b_A = load_tile(A_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
-        b_kg = load_tile(kg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        b_kg, b_kg_low = load_halves(kg_ptr, i, o_t, o_k, HV, n_t, K, FINE)  # [BT, BK]
         if write_ptr is not None:
             b_v = gated(b_v, write_ptr + i * V, o_t, o_v, HV * V, n_t, V)
-        b_W = b_v.to(tl.float32) - dot(b_kd, cast(b_S, b_kd.dtype))
-        b_v = cast(dot(b_A, cast(weighted(b_W, b_beta), b_A.dtype)), b_kg.dtype)
+        b_W = b_v.to(tl.float32) - dot_right(b_kd, b_kd_low, b_S, None, FINE)
+        b_A, b_low = parted(b_A, FINE)
+        b_v = dot_right(b_A, b_low, weighted(b_W, b_beta), None, FINE)
         b_S *= tl.exp2(b_last)[:, None]
         o_last = (tl.minimum(2 * BT, n_t) - 1) * HV * K
         b_last = load_vector(gc_ptr + i * K + o_last, o_k, tl.where(n_t > BT, K, 0))
         if beta_ptr is not None:
             b_beta = load_row(beta_ptr + i + BT * HV, o_t, HV, n_t - BT)
-        b_S = dot(tl.trans(b_kg), b_v, b_S)
+        b_S = dot_right(tl.trans(b_kg), tl.trans(b_kg_low), b_v, b_S, FINE)
     store_map(map_ptr, left_ptr, b_S, i_v, i_ph, o_k, o_v, made, K, V, W, ROW, NEAR, NW)
 
 
 CONFIGS = row(4, 2, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)
 MAP_CONFIGS = tuple(row(4, 2, BV=n) for n in (64, 32, 16))
+HALVES_CONFIGS = (row(4, 1, BV=64),)  # two programs a multiprocessor
 
 
 def kda_prepare(
@@ -289,28 +299,31 @@ def kda_fused_scan(
     scale: float,
     output_final_state: bool = False,
     packing: Packing | None = None,
+    fine: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch the scan that suits the GPU; arguments and result as in the reference."""
-    HV, K = kg.shape[2:]
+    """Launch the scan that suits the GPU; arguments and result as in the reference; fine: kd and kg
+    as `kda_gates` makes them, P and A in fp32.
+    """
+    HV, K = gc.shape[2:]
     V, C = v.shape[-1], A.shape[-1]
-    pieces = by_maps(kg, HV, V, C, packing)
+    pieces = by_maps(qg, HV, V, C, packing)
     given = kg, kd, v, beta, gc, A
-    initial_state = pieces.entering(cp_merge, kda_fused_scan_map, given, initial_state)
+    initial_state = pieces.entering(cp_merge, kda_fused_scan_map, given, initial_state, fine=fine)
     o = torch.empty_like(v)
     last = gc.new_empty(pieces.N, HV, K, V) if output_final_state else None
     beta, write = strength(beta)
     given = qg, kg, kd, v, beta, write, gc, P, A, initial_state, o, last
-    load = load_of(kind_of(kg, HV, V, C, packing, (kg, v, P, A)), kg, packing)
+    load = load_of(kind_of(qg, HV, V, C, packing, (kg, v, P, A)), qg, packing)
     gates = () if write is None else (write.dtype,)
-    gluon = by_load.kda_scan(load, *gates).takes == "gluon"
+    gluon = not fine and by_load.kda_scan(load, *gates).takes == "gluon"
     if gluon and kda_scan.kda_scan_gluon(given, scale, pieces):
         return o, pieces.last(last)
-    grid, config = scan_launch(CONFIGS, kg, pieces.N * HV, V)
-    full = by_load.transposed(load, *grid, config["BK"], config["BV"]).takes == "transposed"
+    grid, config = scan_launch(HALVES_CONFIGS if fine else CONFIGS, qg, pieces.N * HV, V)
+    full = fine or by_load.transposed(load, *grid, config["BK"], config["BV"]).takes == "transposed"
     kernel = kda_fused_scan_transposed_kernel if full else kda_fused_scan_kernel
-    kernel[grid](
-        *given, scale, *pieces.places, HV, K, V, BT=C, **(config | TRANSPOSED if full else config)
-    )
+    if full:
+        config |= {"FINE": fine} | ({} if fine else TRANSPOSED)
+    kernel[grid](*given, scale, *pieces.places, HV, K, V, BT=C, **config)
     return o, pieces.last(last)
 
 
@@ -322,6 +335,8 @@ def kda_fused_scan_map(
     gc: Tensor,
     A: Tensor,
     initial_state: Tensor | None = None,
+    *,
+    fine: bool = False,
     **which,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch kda_fused_scan_map_kernel; arguments and result as in the reference; which: of
@@ -329,6 +344,6 @@ def kda_fused_scan_map(
     """
     given = kg, kd, v, *strength(beta), gc, A, initial_state
     return launch_map(
-        kda_fused_scan_map_kernel, MAP_CONFIGS, given, v.shape[2:], x=kg,
-        constants={"BT": A.shape[-1]}, **which,
+        kda_fused_scan_map_kernel, MAP_CONFIGS, given, v.shape[2:], x=gc,
+        constants={"BT": A.shape[-1], "FINE": fine}, **which,
     )  # fmt: skip

@@ -22,12 +22,16 @@ from linattn_edu.kernels.tiles import (
     cdiv,
     chunk_of,
     columns_of,
-    dot,
+    dot_halves,
+    dot_left,
     first_state,
     gated,
+    load_halves,
     load_row,
     load_tile,
     load_vector,
+    parted,
+    store_rows,
     store_tile,
     weighted,
 )
@@ -42,11 +46,11 @@ def kda_gates_kernel(
     bias_ptr,  # [HV * K] or None
     erase_ptr,  # [B, T, HV, K] or None
     gc_ptr,  # [B, T, HV, K] out: log2, cumulative within a chunk
-    kd_ptr, kg_ptr, qg_ptr,  # [B, T, HV, K] out
+    kd_ptr, kg_ptr, qg_ptr,  # [B, T, HV, K] out; with FINE the first two of both halves
     bound,  # lower bound of the gate, or None
     cu_ptr, chunks_ptr, T,  # of chunk_of
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """One program: BK channels of one chunk of one head.  Grid (NT * HV * K / BK).
 
@@ -55,27 +59,27 @@ def kda_gates_kernel(
     NK: tl.constexpr = (K + BK - 1) // BK
     o_k = tl.program_id(0) % NK * BK + tl.arange(0, BK)
     i_h, _, first, n_t = chunk_of(tl.program_id(0) // NK, cu_ptr, chunks_ptr, T, HV, BT)
-    i_k, i = (first * H + i_h // (HV // H)) * K, (first * HV + i_h) * K
+    i_k, i = (first * H + i_h // (HV // H)) * K, first * HV + i_h
     o_t = tl.arange(0, BT)
     b_k = load_tile(k_ptr + i_k, o_t, o_k, H * K, n_t, K)  # [BT, BK]
     b_q = load_tile(q_ptr + i_k, o_t, o_k, H * K, n_t, K)  # [BT, BK]
-    b_g = load_tile(g_ptr + i, o_t, o_k, HV * K, n_t, K).to(tl.float32)  # [BT, BK]
+    b_g = load_tile(g_ptr + i * K, o_t, o_k, HV * K, n_t, K).to(tl.float32)  # [BT, BK]
     # eq:delta-gate-cumsum   gc = log2(e) cumsum(g)
     b_g = cumulative(b_g, A_log_ptr, bias_ptr, bound, i_h * K + o_k, HV * K, K)
-    store_tile(gc_ptr + i, b_g, o_t, o_k, HV * K, n_t, K)
+    store_tile(gc_ptr + i * K, b_g, o_t, o_k, HV * K, n_t, K)
     b_last = tl.sum(tl.where(o_t[:, None] == tl.minimum(BT, n_t) - 1, b_g, 0.0), 0)
     b_e = tl.exp2(b_g)
     # eq:kda-kd   kd = 2^gc * K
     if erase_ptr is None:
-        store_tile(kd_ptr + i, b_e * b_k.to(tl.float32), o_t, o_k, HV * K, n_t, K)
+        store_rows(kd_ptr, i, b_e * b_k.to(tl.float32), o_t, o_k, HV, n_t, K, FINE)
     else:
-        b_r = gated(b_k.to(tl.float32), erase_ptr + i, o_t, o_k, HV * K, n_t, K)
-        store_tile(kd_ptr + i, b_e * b_r, o_t, o_k, HV * K, n_t, K)
+        b_r = gated(b_k.to(tl.float32), erase_ptr + i * K, o_t, o_k, HV * K, n_t, K)
+        store_rows(kd_ptr, i, b_e * b_r, o_t, o_k, HV, n_t, K, FINE)
     # eq:kda-kg   kg = 2^(gc_last - gc) * K
     b_r = tl.exp2(b_last[None, :] - b_g) * b_k.to(tl.float32)
-    store_tile(kg_ptr + i, b_r, o_t, o_k, HV * K, n_t, K)
+    store_rows(kg_ptr, i, b_r, o_t, o_k, HV, n_t, K, FINE)
     # eq:kda-qg   qg = 2^gc * Q
-    store_tile(qg_ptr + i, b_e * b_q.to(tl.float32), o_t, o_k, HV * K, n_t, K)
+    store_tile(qg_ptr + i * K, b_e * b_q.to(tl.float32), o_t, o_k, HV * K, n_t, K)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -84,7 +88,7 @@ def kda_scan_states(
     offsets_ptr, T,
     STEP: tl.constexpr,  # one of so many programs of the grid, the last of them
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """One program: S[:, v-tile] of one head, through all chunks.  Grid (N * HV * V / BV).
 
@@ -94,94 +98,74 @@ def kda_scan_states(
     i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
         tl.program_id(0) // STEP, cu_ptr, offsets_ptr, T, HV, V, BT, BV
     )
-    kg_ptr += (first * HV + i_h) * K
-    kd_ptr += (first * HV + i_h) * K
-    gc_ptr += (first * HV + i_h) * K
-    v_ptr += (first * HV + i_h) * V
-    v_new_ptr += (first * HV + i_h) * V
-    A_ptr += (first * HV + i_h) * BT
-    if beta_ptr is not None:
-        beta_ptr += first * HV + i_h
-    else:
-        write_ptr += (first * HV + i_h) * V
-    h_ptr += (i_c * HV + i_h) * K * V
-
-    o_t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, BT, BK, BV, False)
+    o_t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, BT, BK, BV, True)
     # the load of a chunk's gates runs one chunk ahead: the state waits for them
-    o_last = (tl.minimum(BT, n_seq) - 1) * HV * K
-    b_last = load_vector(gc_ptr + o_last, o_k, tl.where(n_seq > 0, K, 0))
+    o_last = (first + tl.minimum(BT, n_seq) - 1) * HV + i_h
+    b_last = load_vector(gc_ptr + o_last * K, o_k, tl.where(n_seq > 0, K, 0))
     for i_t in range(tl.cdiv(n_seq, BT)):
-        n_t = n_seq - i_t * BT
-        b_h = cast(b_S, kd_ptr.dtype.element_ty)
-        store_tile(h_ptr, b_h, o_k, o_v, V, K, V)
-        b_kd = load_tile(kd_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
-        b_v = load_tile(v_ptr, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
-        b_A = load_tile(A_ptr, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
-        b_kg = load_tile(kg_ptr, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+        i, n_t = (first + i_t * BT) * HV + i_h, n_seq - i_t * BT
+        b_kd, b_low = load_halves(kd_ptr, i, o_t, o_k, HV, n_t, K, FINE)  # [BT, BK]
+        b_v = load_tile(v_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+        i_S = ((i_c + i_t) * HV + i_h) * K * V
+        b_h = tl.trans(cast(b_S, h_ptr.dtype.element_ty))
+        store_tile(h_ptr + i_S, b_h, o_k, o_v, V, K, V)
+        # eq:delta-residual   W = V - kd S
+        if write_ptr is not None:
+            b_v = gated(b_v, write_ptr + i * V, o_t, o_v, HV * V, n_t, V)
+        b_W = dot_left(b_S, tl.trans(b_kd), tl.trans(b_low), None, FINE)
+        b_W = tl.trans(b_v).to(tl.float32) - b_W
         b_beta = None
         if beta_ptr is not None:
-            b_beta = load_row(beta_ptr, o_t, HV, n_t)  # [BT]
-        b_a = tl.exp2(b_last)[:, None]
-        o_last = (tl.minimum(2 * BT, n_t) - 1) * HV * K
-        b_last = load_vector(gc_ptr + o_last, o_k, tl.where(n_t > BT, K, 0))
-
-        # eq:delta-residual   W = V - kd S
-        b_v = gated(b_v, write_ptr, o_t, o_v, HV * V, n_t, V)
-        b_W = b_v.to(tl.float32) - dot(b_kd, b_h)
+            b_beta = load_row(beta_ptr + i, o_t, HV, n_t)  # [BT]
         # eq:delta-v-new   v_new = A diag(beta) W
-        b_v = cast(dot(b_A, cast(weighted(b_W, b_beta), b_A.dtype)), b_kg.dtype)
-        store_tile(v_new_ptr, b_v, o_t, o_v, HV * V, n_t, V)
+        b_A = load_tile(A_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+        b_A, b_low = parted(b_A, FINE)
+        b_W = weighted(b_W, b_beta, False)
+        b_new = dot_left(b_W, tl.trans(b_A), tl.trans(b_low), None, FINE)
+        store_rows(v_new_ptr, i, tl.trans(b_new), o_t, o_v, HV, n_t, V, FINE)
         # eq:delta-state   S <- diag(2^gc_last) S + kg^T v_new
-        b_S = dot(tl.trans(b_kg), b_v, b_S * b_a)
-
-        kg_ptr += BT * HV * K
-        kd_ptr += BT * HV * K
-        gc_ptr += BT * HV * K
-        v_ptr += BT * HV * V
-        v_new_ptr += BT * HV * V
-        A_ptr += BT * HV * BT
-        if beta_ptr is not None:
-            beta_ptr += BT * HV
-        else:
-            write_ptr += BT * HV * V
-        h_ptr += HV * K * V
+        b_kg, b_low = load_halves(kg_ptr, i, o_t, o_k, HV, n_t, K, FINE)  # [BT, BK]
+        b_S *= tl.exp2(b_last)[None, :]
+        o_last = i + (tl.minimum(2 * BT, n_t) - 1) * HV
+        b_last = load_vector(gc_ptr + o_last * K, o_k, tl.where(n_t > BT, K, 0))
+        b_S = dot_left(b_new, b_kg, b_low, b_S, FINE)
 
 
 @triton.jit
 def kda_scan_bwd_step(
     b_dS, qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, do_ptr, scale, i_h,
     first, n_t, o_t, o_k, o_v, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BT: tl.constexpr,
+    BT: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """dS^T [BV, BK], back through the chunk of head i_h that begins with token `first`.
 
     Returns Z^T and dV^T [BV, BT], and the next dS^T; transposed as in gdn_bwd.
     """
     i = first * HV + i_h
-    b_h = cast(b_dS, kg_ptr.dtype.element_ty)
-    b_kg = load_tile(kg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
-    b_do = load_tile(do_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
+    b_do = tl.trans(load_tile(do_ptr + i * V, o_t, o_v, HV * V, n_t, V))  # [BV, BT]
+    # eq:kda-dv-out   dv_new = scale P^T dO
     b_P = load_tile(P_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
+    b_P, b_low = parted(b_P, FINE)
+    b_dv = scale * dot_halves(b_do, None, b_P, b_low if FINE else None)
+    # eq:delta-dv-new   dv_new += kg dS
+    b_kg, b_low = load_halves(kg_ptr, i, o_t, o_k, HV, n_t, K, FINE)  # [BT, BK]
+    b_dv = dot_left(b_dS, tl.trans(b_kg), tl.trans(b_low), b_dv, FINE)
+    # eq:kda-z   Z = A^T dv_new
     b_A = load_tile(A_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
-    b_qg = load_tile(qg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
-    b_kd = load_tile(kd_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+    b_A, b_low = parted(b_A, FINE)
+    b_Z = dot_left(b_dv, b_A, b_low, None, FINE)
+    # eq:kda-dv   dV = diag(beta) Z
     b_beta = None
     if beta_ptr is not None:
         b_beta = load_row(beta_ptr + i, o_t, HV, n_t)  # [BT]
-    b_last = load_vector(gc_ptr + (i + (tl.minimum(BT, n_t) - 1) * HV) * K, o_k, K)  # [BK]
-    b_do = tl.trans(b_do)
-    # eq:kda-dv-out   dv_new = scale P^T dO
-    b_dv = scale * dot(b_do, b_P)
-    # eq:delta-dv-new   dv_new += kg dS
-    b_dv = dot(b_h, tl.trans(b_kg), b_dv)
-    # eq:kda-z   Z = A^T dv_new
-    b_Z = dot(cast(b_dv, b_A.dtype), b_A)
-    # eq:kda-dv   dV = diag(beta) Z
     b_dv = weighted(b_Z, b_beta, False)
     # eq:fused-ds   dS <- diag(2^gc_last) dS + qg^T scale dO - kd^T dV
-    b_do = cast(b_do.to(tl.float32) * scale, b_qg.dtype)
-    b_dS = dot(b_do, b_qg, b_dS * tl.exp2(b_last)[None, :])
-    b_dS = dot(cast(-b_dv, b_kd.dtype), b_kd, b_dS)
+    b_last = load_vector(gc_ptr + (i + (tl.minimum(BT, n_t) - 1) * HV) * K, o_k, K)  # [BK]
+    b_qg = load_tile(qg_ptr + i * K, o_t, o_k, HV * K, n_t, K)  # [BT, BK]
+    b_do = b_do.to(tl.float32) * scale
+    b_dS = dot_left(b_do, b_qg, None, b_dS * tl.exp2(b_last)[None, :], FINE)
+    b_kd, b_low = load_halves(kd_ptr, i, o_t, o_k, HV, n_t, K, FINE)  # [BT, BK]
+    b_dS = dot_left(-b_dv, b_kd, b_low, b_dS, FINE)
     return b_Z, b_dv, b_dS
 
 
@@ -191,7 +175,7 @@ def kda_scan_bwd(
     dh0_ptr, scale, cu_ptr, offsets_ptr, T,
     STEP: tl.constexpr,  # one of so many programs of the grid, the first of them
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """One program: dS[:, v-tile] of one head, back through all chunks.  Grid (N * HV * V / BV).
 
@@ -211,14 +195,13 @@ def kda_scan_bwd(
         store_tile(dh_ptr + i_S, tl.trans(b_h), o_k, o_v, V, K, V)
         b_Z, b_dv, b_dS = kda_scan_bwd_step(
             b_dS, qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, do_ptr, scale, i_h,
-            begin, n_t, o_t, o_k, o_v, HV, K, V, BT,
+            begin, n_t, o_t, o_k, o_v, HV, K, V, BT, FINE,
         )  # fmt: skip
-        i = (begin * HV + i_h) * V
-        b_Z = tl.trans(cast(b_Z, Z_ptr.dtype.element_ty))
-        store_tile(Z_ptr + i, b_Z, o_t, o_v, HV * V, n_t, V)
+        i = begin * HV + i_h
+        store_rows(Z_ptr, i, tl.trans(b_Z), o_t, o_v, HV, n_t, V, FINE)
         if dv_ptr is not None:
             b_dv = tl.trans(cast(b_dv, dv_ptr.dtype.element_ty))
-            store_tile(dv_ptr + i, b_dv, o_t, o_v, HV * V, n_t, V)
+            store_tile(dv_ptr + i * V, b_dv, o_t, o_v, HV * V, n_t, V)
     store_tile(dh0_ptr + i_nh * K * V, tl.trans(b_dS), o_k, o_v, V, K, V)
 
 
@@ -234,7 +217,7 @@ def kda_fused_scans_kernel(
     h0_ptr, dht_ptr, h_ptr, v_new_ptr, dh_ptr, Z_ptr, dv_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr,
     T,  # as of gdn_scans.scans_kernel
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """The programs of kda_scan_states, and those of kda_scan_bwd, which take longer.
 
@@ -243,12 +226,12 @@ def kda_fused_scans_kernel(
     if tl.program_id(0) % 2 == 1:
         kda_scan_states(
             kg_ptr, kd_ptr, v_ptr, beta_ptr, write_ptr, gc_ptr, A_ptr, h0_ptr, h_ptr, v_new_ptr,
-            cu_ptr, offsets_ptr, T, 2, HV, K, V, BT, BK, BV,
+            cu_ptr, offsets_ptr, T, 2, HV, K, V, BT, BK, BV, FINE,
         )  # fmt: skip
     else:
         kda_scan_bwd(
             qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, do_ptr, dht_ptr, dh_ptr, Z_ptr,
-            dv_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr, T, 2, HV, K, V, BT, BK, BV,
+            dv_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr, T, 2, HV, K, V, BT, BK, BV, FINE,
         )  # fmt: skip
 
 
@@ -258,6 +241,7 @@ def kda_fused_scan_map_bwd_kernel(
     dht_ptr, map_ptr, left_ptr, scale, rows_ptr, cu_ptr, T,  # as of gdn_scans.scan_map_bwd_kernel
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr,
     NEAR: tl.constexpr, NW: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    FINE: tl.constexpr,
 ):  # fmt: skip
     """One program: BV columns of [dS_ext | dM] of one head, back through a piece.
 
@@ -275,9 +259,15 @@ def kda_fused_scan_map_bwd_kernel(
         begin, n_t = first + i_b * BT, n_seq - i_b * BT
         _, _, b_dS = kda_scan_bwd_step(
             b_dS, qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, do_ptr, scale, i_h,
-            begin, n_t, o_t, o_k, o_v, HV, K, V, BT,
+            begin, n_t, o_t, o_k, o_v, HV, K, V, BT, FINE,
         )  # fmt: skip
     store_map(map_ptr, left_ptr, tl.trans(b_dS), i_v, i_ph, o_k, o_v, made, K, V, W, ROW, NEAR, NW)
+
+
+def in_halves_of(x: Tensor, dtype: torch.dtype, fine: bool) -> Tensor:
+    """Room for [.., D] in dtype; fine: for [.., 2 D] in bfloat16, D high halves and D low ones."""
+    width, dtype = (2 * x.shape[-1], torch.bfloat16) if fine else (x.shape[-1], dtype)
+    return x.new_empty(*x.shape[:-1], width, dtype=dtype)
 
 
 GATES_OPTIONS = {"BK": 64, "num_warps": 4, "maxnreg": 168}
@@ -295,16 +285,20 @@ def kda_gates(
     lower_bound: float | None = None,
     chunk_size: int,
     packing: Packing | None = None,
+    fine: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch kda_gates_kernel; arguments and result as in the reference."""
+    """Launch kda_gates_kernel; arguments and result as in the reference; fine: kd and kg are
+    [B, T, HV, 2 K], see `in_halves_of`.
+    """
     T, H, K = k.shape[1:]
     HV = g.shape[2]
     gc = torch.empty_like(g, dtype=torch.float32)
-    kd, kg, qg = (torch.empty_like(g, dtype=k.dtype) for _ in range(3))
+    kd, kg = (in_halves_of(gc, k.dtype, fine) for _ in range(2))
+    qg = torch.empty_like(gc, dtype=kd.dtype)
     NT, *chunks = chunk_args(k, chunk_size, packing)
     kda_gates_kernel[(NT * HV * cdiv(K, GATES_OPTIONS["BK"]),)](
         q, k, g, A_log, dt_bias, erase, gc, kd, kg, qg, lower_bound, *chunks, T, H, HV, K,
-        BT=chunk_size, **GATES_OPTIONS,
+        BT=chunk_size, FINE=fine, **GATES_OPTIONS,
     )  # fmt: skip
     return gc, kd, kg, qg
 
@@ -324,24 +318,27 @@ def kda_fused_scans(
     *,
     scale: float,
     packing: Packing | None = None,
+    fine: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Launch the kernels that suit the GPU; arguments and result as in the reference."""
-    HV, K = kg.shape[2:]
+    """Launch the kernels that suit the GPU; arguments and result as in the reference; fine: kd, kg,
+    v_new and Z are of both halves, see `in_halves_of`, P and A in fp32.
+    """
+    HV, K = gc.shape[2:]
     V, C = v.shape[-1], A.shape[-1]
-    pieces = by_maps(kg, HV, V, C, packing)
+    pieces, options = by_maps(gc, HV, V, C, packing), {"fine": fine}
     given = kg, kd, v, beta, gc, A
-    initial_state = pieces.entering(cp_merge, kda_fused_scan_map, given, initial_state)
+    initial_state = pieces.entering(cp_merge, kda_fused_scan_map, given, initial_state, **options)
     given = qg, kg, kd, beta, gc, P, A, do
-    dht = pieces.entering(cp_merge_bwd, kda_fused_scan_map_bwd, given, dht, scale=scale)
-    h, dh = (kg.new_empty(*states(kg, C, packing), HV, K, V) for _ in range(2))
-    v_new, Z = (torch.empty_like(v) for _ in range(2))
+    dht = pieces.entering(cp_merge_bwd, kda_fused_scan_map_bwd, given, dht, scale=scale, **options)
+    h, dh = (v.new_empty(*states(kg, C, packing), HV, K, V) for _ in range(2))
+    v_new, Z = (in_halves_of(v, v.dtype, fine) for _ in range(2))
     beta, write = strength(beta)
     dv = torch.empty_like(v) if write is None else None
     dh0 = gc.new_empty(pieces.N, HV, K, V)
-    (programs,), config = scan_launch(SCAN, kg, pieces.N * HV, V)
+    (programs,), config = scan_launch(SCAN, gc, pieces.N * HV, V)
     kind = kind_of(kg, HV, V, C, packing, (kg, v, P, A, do))
     gates = () if write is None else (write.dtype,)
-    gluon = by_kind.kda_fused_scans(kind, *gates).takes == "gluon"
+    gluon = not fine and by_kind.kda_fused_scans(kind, *gates).takes == "gluon"
     given = kg, kd, v, beta, write, gc, A, initial_state, h, v_new
     behind = qg, kg, kd, beta, gc, P, A, do, dht, dh, Z, dv, dh0
     all_of = qg, kg, kd, v, beta, write, gc, P, A, do, initial_state, dht, h, v_new, dh, Z, dv, dh0
@@ -353,7 +350,7 @@ def kda_fused_scans(
         done = done and kda_scans.kda_scan_bwd_gluon(behind, scale, pieces)
     if not done:
         kda_fused_scans_kernel[(2 * programs,)](
-            *all_of, scale, *pieces.places, HV, K, V, BT=C, **config
+            *all_of, scale, *pieces.places, HV, K, V, BT=C, FINE=fine, **config
         )
     return h, v_new, dh, Z, dv, pieces.first(dh0)
 
@@ -370,6 +367,7 @@ def kda_fused_scan_map_bwd(
     dht: Tensor | None = None,
     *,
     scale: float,
+    fine: bool = False,
     **which,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch kda_fused_scan_map_bwd_kernel; arguments and result as in the reference; which: of
@@ -377,6 +375,6 @@ def kda_fused_scan_map_bwd(
     """
     given = qg, kg, kd, strength(beta)[0], gc, P, A, do, dht
     return launch_map(
-        kda_fused_scan_map_bwd_kernel, SCAN, given, do.shape[2:], x=kg, after=(scale,),
-        constants={"BT": A.shape[-1]}, **which,
+        kda_fused_scan_map_bwd_kernel, SCAN, given, do.shape[2:], x=gc, after=(scale,),
+        constants={"BT": A.shape[-1], "FINE": fine}, **which,
     )  # fmt: skip

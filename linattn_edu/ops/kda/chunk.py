@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from linattn_edu.cp.context import CPContext
@@ -261,7 +262,7 @@ def prepared(
         )
     if safe_gate and not raw_gate:
         _check_promise(g, safe_bound)
-    dtype, halves = q.dtype, beyond and _in_halves(impl, q, v, chunk_size)
+    dtype, halves = q.dtype, beyond and not return_states and _in_halves(impl, q, v, chunk_size)
     if (beyond and not halves) or impl == "reference":  # where it costs no time
         q, k, v = in_float32(q, k, v)
     if normalise and halves:  # rounded, a key of unit length would have another
@@ -271,9 +272,10 @@ def prepared(
     save = "P A crossing" if place.group else "P A"
     q, k, v, g, *strength = place.joined(q, k, v, g, *strength)
     packed = place.bounds[0] is not None
-    staged = return_states or halves
-    fused = 0 if staged else _fused_passes(impl, q, v, chunk_size, packed, strength)
-    if keep_all and fused == 2:
+    fused = 2 * halves
+    if not (halves or return_states):
+        fused = _fused_passes(impl, q, v, chunk_size, packed, strength)
+    if keep_all and fused == 2 and not halves:
         save += " gc kg qg kd"
     elif keep_all and not halves:
         save, fused = "P A gc w kg qg h v_new", 0
@@ -366,11 +368,14 @@ class FusedStages:
     """
 
     gate_cumsum: Callable = stage("delta.gate_cumsum")
+    kda_intra: Callable = stage("delta.kda_intra")
     kda_prepare: Callable = stage("fused.kda_fwd")
     kda_gate_prepare: Callable = stage("fused.kda_fwd")
     kda_fused_scan: Callable = stage("fused.kda_fwd")
     kda_gates: Callable = stage("fused.kda_scans")
     kda_fused_scans: Callable = stage("fused.kda_scans")
+    kda_outer_bwd: Callable = stage("fused.kda_bwd")
+    kda_intra_bwd: Callable = stage("delta.kda_intra_bwd")
     kda_fused_intra_bwd: Callable = stage("fused.kda_bwd")
     kda_intra_gate_bwd: Callable = stage("fused.kda_bwd")
     gate_bwd: Callable = stage("delta.gate_bwd")
@@ -491,11 +496,12 @@ def forward(
     if isinstance(stages, FusedStages):
         gate = g, A_log, dt_bias, lower_bound, safe_bound
         scan = {"scale": scale, "output_final_state": output_final_state, **packed}
-        return _fused(stages, q, k, v, gate, beta, write, initial_state, cp, options, scan, keep)
+        return _fused(
+            stages, q, k, v, gate, beta, write, initial_state, cp, options, scan, halves, keep
+        )
     gc = stages.gate_cumsum(g, A_log, dt_bias, lower_bound=lower_bound, **options)
-    fine = {"precision": "halves"} if halves else {}
-    P, A = stages.kda_intra(q, k, beta, gc, lower_bound=safe_bound, **options, **fine)
-    w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, write, **packed, **fine)
+    P, A = stages.kda_intra(q, k, beta, gc, lower_bound=safe_bound, **options)
+    w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, write, **packed)
     A = A if "A" in keep else None
     if cp is not None:
         cp.send(stages.piece_map, (kg, w, u, gc), initial_state, **options)
@@ -507,9 +513,8 @@ def forward(
         )
     else:
         o, final_state = stages.kda_scan(
-            qg, kg, w, u, gc, P, initial_state, output_final_state=output_final_state, **scaled,
-            **fine,
-        )  # fmt: skip
+            qg, kg, w, u, gc, P, initial_state, output_final_state=output_final_state, **scaled
+        )
     del u
     kept = Residuals(P, A, gc, w, kg, qg, None, h, v_new, cp and cp.crossing)
     kept = Residuals(*(x if n in keep else None for n, x in kept._asdict().items()))
@@ -531,18 +536,28 @@ def _fused(
     cp: Ranks | None,
     options: dict,
     scan: dict,
+    halves: bool,
     keep: Collection[str],
 ) -> tuple[Tensor, Tensor | None, Residuals]:
     """The forward pass of FusedStages; gate: g, A_log, dt_bias, its bound and the promised one."""
     *gate, lower_bound, safe_bound = gate
-    options |= {"lower_bound": lower_bound, "safe_bound": safe_bound}
-    gc, P, A, kd, kg, qg = stages.kda_gate_prepare(q, k, beta, *gate, **options)
+    packed = {n: x for n, x in options.items() if n == "packing"}
+    if halves:
+        erase, packed = None if write is None else beta, packed | {"fine": True}
+        bound = {"lower_bound": lower_bound, "fine": True}
+        gc, kd, kg, qg = stages.kda_gates(q, k, *gate, erase, **options, **bound)
+        bound = {"lower_bound": safe_bound, "precision": "halves"}
+        P, A = stages.kda_intra(q, k, beta, gc, **options, **bound)
+    else:
+        bound = {"lower_bound": lower_bound, "safe_bound": safe_bound}
+        gc, P, A, kd, kg, qg = stages.kda_gate_prepare(q, k, beta, *gate, **options, **bound)
     beta = beta if write is None else write  # of the values; that of the keys is in P, A and kd
     if cp is not None:
-        packed = {n: x for n, x in options.items() if n == "packing"}
         cp.send(stages.kda_fused_scan_map, (kg, kd, v, beta, gc, A), initial_state, **packed)
         initial_state = cp.receive(stages.cp_merge, initial_state)
-    o, final_state = stages.kda_fused_scan(qg, kg, kd, v, beta, gc, P, A, initial_state, **scan)
+    o, final_state = stages.kda_fused_scan(
+        qg, kg, kd, v, beta, gc, P, A, initial_state, **scan | packed
+    )
     kept = {"P": P, "A": A, "gc": gc, "kg": kg, "qg": qg, "kd": kd, "crossing": cp and cp.crossing}
     return o, final_state, Residuals(**{n: x for n, x in kept.items() if n in keep})
 
@@ -590,49 +605,78 @@ def backward(
     if h is None and cp is not None:
         initial_state = cp.entering(crossing, initial_state)
     if isinstance(stages, FusedStages):
+        fine = packed | ({"fine": True} if halves else {})
         erase, strength = (None, beta) if write is None else (beta, write)
         if again:
-            gc, kd, kg, qg = stages.kda_gates(q, k, g, A_log, dt_bias, erase, **gate)
+            gc, kd, kg, qg = stages.kda_gates(q, k, g, A_log, dt_bias, erase, **gate | fine)
         if cp is not None:
             inputs = qg, kg, kd, strength, gc, P, A, do
-            cp.send(stages.kda_fused_scan_map_bwd, inputs, dht, scale=scale, **packed)
+            cp.send(stages.kda_fused_scan_map_bwd, inputs, dht, scale=scale, **fine)
             dht = cp.receive(stages.cp_merge_bwd, dht)
         h, v_new, dh, Z, dv, dh0 = stages.kda_fused_scans(
-            qg, kg, kd, v, strength, gc, P, A, do, initial_state, dht, scale=scale, **packed
+            qg, kg, kd, v, strength, gc, P, A, do, initial_state, dht, scale=scale, **fine
         )
         del kd, kg, qg
-        dq, dk, dbeta, dg, dA_log, ddt_bias, *of_values = stages.kda_intra_gate_bwd(
-            q, k, v, beta, gc, h, v_new, do, dh, Z, g, A_log, dt_bias, write, scale=scale, **gate
-        )
+        given = v, h, v_new, do, dh, Z, write
+        if halves:
+            found = _rest_in_halves(stages, q, k, beta, gc, given, (g, A_log, dt_bias), scale, gate)
+        else:
+            found = stages.kda_intra_gate_bwd(
+                q, k, v, beta, gc, h, v_new, do, dh, Z, g, A_log, dt_bias, write, scale=scale,
+                **gate,
+            )  # fmt: skip
+        dq, dk, dbeta, dg, dA_log, ddt_bias, *of_values = found
         dv, *dwrite = of_values or (dv,)
         return dq, dk, dv, dg, dbeta, *dwrite, dA_log, ddt_bias, dh0
-    fine = packed | ({"precision": "halves"} if halves else {})
-    if halves and cp is not None:  # for maps of pieces, which know no halves
-        do = do.float()
     if again:
         gc = stages.gate_cumsum(g, A_log, dt_bias, **gate)
-        w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, write, **fine)
+        w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, write, **packed)
     back = {"P": P, "scale": scale, **options}
     if cp is not None:
         cp.send(stages.piece_map_bwd, (qg, kg, w, gc, do, None), dht, **back)
         dht = cp.receive(stages.cp_merge_bwd, dht)
     if again:
         h, v_new, dh, dv_new, dh0 = stages.kda_scans(
-            qg, kg, w, u, gc, P, do, initial_state, dht, scale=scale, **fine
+            qg, kg, w, u, gc, P, do, initial_state, dht, scale=scale, **packed
         )
         del u
     else:
         dh, dv_new, dh0 = stages.state_bwd(qg, kg, w, gc, do, None, dht, **back)
     del w, kg, qg
-    dqg, dP = stages.kda_output_bwd(v_new, h, do, scale=scale, chunk_size=A.shape[-1], **fine)
+    dqg, dP = stages.kda_output_bwd(v_new, h, do, scale=scale, **options)
     dkb, dkg, dv, dL, dstrength, dgl = stages.kda_wy_bwd(
-        v, beta if write is None else write, A, h, v_new, dh, dv_new, **fine
+        v, beta if write is None else write, A, h, v_new, dh, dv_new, **packed
     )
     del h, v_new, dh, dv_new
     dq, dk, dbeta, dgc = stages.kda_intra_bwd(
-        q, k, beta, gc, dP, dL, dqg, dkb, dkg, dgl, dstrength if write is None else None, **fine
+        q, k, beta, gc, dP, dL, dqg, dkb, dkg, dgl, dstrength if write is None else None, **packed
     )
     del gc, dP, dL, dqg, dkb, dkg
     dg, dA_log, ddt_bias = stages.gate_bwd(dgc, g, A_log, dt_bias, **gate)
     dstrength = (dbeta,) if write is None else (dbeta, dstrength)
     return dq, dk, dv, dg, *dstrength, dA_log, ddt_bias, dh0
+
+
+def _rest_in_halves(
+    stages: FusedStages,
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    given: tuple,
+    gate: tuple,
+    scale: float,
+    options: dict,
+) -> tuple[Tensor | None, ...]:
+    """kda_intra_gate_bwd by stages.  given: what kda_outer_bwd takes.  gate: g, A_log, dt_bias."""
+    of_chunks = {n: x for n, x in options.items() if n != "lower_bound"}
+    packed = {n: x for n, x in of_chunks.items() if n == "packing"}
+    *outer, first, second = stages.kda_outer_bwd(*given, scale=scale, fine=True, **of_chunks)
+    own = given[-1] is None
+    dq, dk, dbeta, dgc = stages.kda_intra_bwd(
+        q, k, beta, gc, *outer, first if own else None, precision="halves", **packed
+    )
+    if own:  # beta dbeta = rowsum(Z * v_new), without the rounding of the states in rowsum(K * Y)
+        dbeta = torch.where(beta > 0.5, second / beta, dbeta)
+    gate = stages.gate_bwd(dgc, *gate, **options)
+    return dq, dk, dbeta, *gate, *(() if own else (first, second))

@@ -11,6 +11,53 @@ from linattn_edu.reference.tiles import (
 )
 
 
+def kda_outer_bwd(
+    v: Tensor,
+    h: Tensor,
+    v_new: Tensor,
+    do: Tensor,
+    dh: Tensor,
+    Z: Tensor,
+    write: Tensor | None = None,
+    *,
+    scale: float,
+    chunk_size: int,
+) -> tuple[Tensor, ...]:
+    """kda_output_bwd and kda_wy_bwd where Z and dV are known: what kda_intra_bwd reads.
+
+        dP  = scale tril(dO v_new^T),  dL  = -tril(Z v_new^T, -1)
+        dqg = scale dO h^T,            dkb = -Z h^T
+        dkg = v_new dS^T,              dgl = rowsum(dS * S)
+
+    Args:
+        v: the argument of the forward pass. h, v_new, dh, Z: from kda_fused_scans.
+        do: [B, T, HV, V], gradient of o. write: the write gate [B, T, HV, V], or None.
+    Returns:
+        dP, dL [B, T, HV, C], dqg, dkb, dkg [B, T, HV, K], dgl [B, NT, HV, K]; and rowsum(Z * V),
+        to which kda_intra_bwd adds, and rowsum(Z * v_new), which is beta times the sum that it
+        then has; or with write dv = write * Z and its gradient Z * V, in the dtypes of v and write.
+    Source: chapters 12d and 24.
+    """
+    dtype, T = compute_dtype(v, h, v_new, do, dh, Z), v.shape[1]
+    V, V_new, dO, Z = (to_chunks(x.to(dtype), chunk_size) for x in (v, v_new, do, Z))
+    S, dS = (x.to(dtype).transpose(1, 2) for x in (h, dh))
+    # eq:kda-dp   dP = scale tril(dO v_new^T)
+    dP = scale * (dO @ V_new.mT).tril()
+    # eq:kda-dl   dL = -tril(Z v_new^T, -1)
+    dL = -(Z @ V_new.mT).tril(-1)
+    # eq:kda-dqg   dqg = scale dO h^T
+    # eq:kda-dkb   dkb = -Z S^T
+    # eq:kda-dkg   dkg = v_new dS^T
+    rows = scale * dO @ S.mT, -Z @ S.mT, V_new @ dS.mT
+    # eq:kda-dgl   dgl = rowsum(dS * S)
+    dgl = (dS * S).sum(-1).transpose(1, 2).contiguous()
+    found = *(from_chunks(x, T) for x in (dP, dL, *rows)), dgl
+    if write is None:
+        return *found, *(from_chunks((Z * x).sum(-1), T) for x in (V, V_new))
+    dV, dwrite = write.to(dtype) * from_chunks(Z, T), from_chunks(Z * V, T)
+    return *found, dV.to(v.dtype), dwrite.to(write.dtype)
+
+
 def kda_fused_intra_bwd(
     q: Tensor,
     k: Tensor,
@@ -27,12 +74,7 @@ def kda_fused_intra_bwd(
     scale: float,
     chunk_size: int,
 ) -> tuple[Tensor, ...]:
-    """All that is left, for each chunk by itself: kda_output_bwd and kda_wy_bwd where Z and dV are
-    known, then kda_intra_bwd.
-
-        dP  = scale tril(dO v_new^T),  dL  = -tril(Z v_new^T, -1)
-        dqg = scale dO h^T,            dkb = -Z h^T
-        dkg = v_new dS^T,              dgl = rowsum(dS * S)
+    """All that is left, for each chunk by itself: kda_outer_bwd, then kda_intra_bwd.
 
     Args:
         q, k, v, beta, gc: the arguments of the forward pass. h, v_new, dh, Z: from kda_fused_scans.
@@ -43,34 +85,13 @@ def kda_fused_intra_bwd(
         Z * V, in the dtypes of v and write.
     Source: chapters 12d and 24.
     """
-    dtype, T = compute_dtype(v, h, v_new, do, dh, Z), v.shape[1]
-    V, V_new, dO, Z = (to_chunks(x.to(dtype), chunk_size) for x in (v, v_new, do, Z))
-    S, dS = (x.to(dtype).transpose(1, 2) for x in (h, dh))
-    # eq:kda-dp   dP = scale tril(dO v_new^T)
-    dP = scale * (dO @ V_new.mT).tril()
-    # eq:kda-dl   dL = -tril(Z v_new^T, -1)
-    dL = -(Z @ V_new.mT).tril(-1)
-    # eq:kda-dqg   dqg = scale dO h^T
-    # eq:kda-dkb   dkb = -Z S^T
-    # eq:kda-dkg   dkg = v_new dS^T
-    rows = scale * dO @ S.mT, -Z @ S.mT, V_new @ dS.mT
-    # eq:kda-dgl   dgl = rowsum(dS * S)
-    dgl = (dS * S).sum(-1).transpose(1, 2).contiguous()
-    dbeta = from_chunks((Z * V).sum(-1), T) if write is None else None
-    dP, dL, *rows = (from_chunks(x, T).to(v.dtype) for x in (dP, dL, *rows))
-    # eq:kda-r   R_j += sum over i > j of (dP_ij q_i + beta_i dL_ij k_i) 2^(gc_i - gc_j)
-    # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
-    # eq:kda-y   Y_i += sum over j < i of dL_ij k_j 2^(gc_i - gc_j)
-    # eq:kda-outer   dQ += 2^gc * dqg, Y += 2^gc * dkb, R += 2^(gc_last - gc) * dkg
-    # eq:kda-dgc-last   dgc_last += colsum(K * R) + 2^gc_last dgl
-    # eq:kda-dgc   dgc = Q * dQ + K * (diag(beta) Y - R)
-    # eq:kda-dbeta   dbeta += rowsum(K * Y)
-    # eq:kda-dk   dk = diag(beta) Y + R + diag(dP) Q
-    found = kda_intra_bwd(q, k, beta, gc, dP, dL, *rows, dgl, dbeta)
+    *rows, dgl, dbeta, other = kda_outer_bwd(
+        v, h, v_new, do, dh, Z, write, scale=scale, chunk_size=chunk_size
+    )
+    rows = (x.to(v.dtype) for x in rows)
     if write is None:
-        return found
-    dV, dwrite = write.to(dtype) * from_chunks(Z, T), from_chunks(Z * V, T)
-    return *found, dV.to(v.dtype), dwrite.to(write.dtype)
+        return kda_intra_bwd(q, k, beta, gc, *rows, dgl, dbeta)
+    return *kda_intra_bwd(q, k, beta, gc, *rows, dgl, None), dbeta, other
 
 
 def kda_intra_gate_bwd(
