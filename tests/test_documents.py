@@ -235,7 +235,7 @@ JOINED = {
     "fused.kda_scans": (
         "kda_gates", "kda_fused_scans", "kda_fused_scan_map_bwd",
     ),
-    "fused.kda_bwd": ("kda_fused_intra_bwd",),
+    "fused.kda_bwd": ("kda_outer_bwd", "kda_fused_intra_bwd"),
 }  # fmt: skip
 
 

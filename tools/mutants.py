@@ -349,6 +349,27 @@ MUTANTS = [
         "tests/delta/test_kda_scans.py",
     ),
     Mutant(
+        "the low halves of a row are its high ones",
+        f"{KERNELS}/tiles.py",
+        "return b_x, load_tile(x_ptr + n,",
+        "return b_x, load_tile(x_ptr,",
+        "tests/fused/test_kda_halves.py",
+    ),
+    Mutant(
+        "what a chunk's keys are read for has the high halves of Z alone",
+        f"{KERNELS}/fused/kda_bwd.py",
+        "-dot_halves(b_Z, b_Z_low, tl.trans(b_h), None)",
+        "-dot_halves(b_Z, None, tl.trans(b_h), None)",
+        "tests/fused/test_kda_halves.py",
+    ),
+    Mutant(
+        "a state's gradient is read by the high halves of the keys alone",
+        f"{KERNELS}/fused/kda_scans.py",
+        "dot_left(b_dS, tl.trans(b_kg), tl.trans(b_low), b_dv, FINE)",
+        "dot_left(b_dS, tl.trans(b_kg), None, b_dv, FINE)",
+        "tests/fused/test_kda_halves.py",
+    ),
+    Mutant(
         "a gradient of shared heads is rounded after each of them",
         f"{KERNELS}/rows.py",
         "return q.dtype if q.shape[2] == HV else torch.float32",

@@ -71,7 +71,7 @@ LARGE = {
         "intra_chunk", "intra_chunk_bwd", "scan_bwd", "scan_map_bwd", "scan_states",
         "scan_transposed",
         "scans", "kda_fused_scan", "kda_fused_scan_transposed", "kda_fused_scan_map", "kda_gates",
-        "kda_fused_scans", "kda_fused_scan_map_bwd", "kda_fused_intra_bwd", "kda_intra_bwd_near",
+        "kda_fused_scans", "kda_fused_scan_map_bwd", "kda_outer_bwd", "kda_intra_bwd_near",
     )
 }  # fmt: skip
 

@@ -134,19 +134,20 @@ def test_the_reference_is_right_without_being_told(f):
     assert not {n: e for n, e in errors.items() if e > most(n, 1.9, torch.bfloat16)}, errors
 
 
+@pytest.mark.parametrize("f", [chunk_gated_delta_rule, chunk_kda])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_halves_of_packed_sequences(dtype, device):
+def test_halves_of_packed_sequences(dtype, f, device):
     """Each has the bits that it has alone, in both passes."""
     bounds, parts = [0, 100, 100, 164, 200], ((0, 100), (100, 164), (164, 200))
-    x = inputs(LIKE, 1.99, -0.01, dtype, device)
+    x = inputs(LIKE, 1.99, -0.01, dtype, device, channels=f is chunk_kda)
     del x["initial_state"]
     options = DOUBLED | {"impl": "triton", "output_final_state": True}
     do, dht = cotangents(x, N=4)
     cu_seqlens = torch.tensor(bounds, device=device)
-    got = run(x, do, dht, chunk_gated_delta_rule, cu_seqlens=cu_seqlens, **options)
+    got = run(x, do, dht, f, cu_seqlens=cu_seqlens, **options)
     for (a, b), n in zip(parts, (0, 2, 3), strict=True):
         one = {n: t[:, a:b].contiguous() for n, t in x.items()}
-        want = run(one, do[:, a:b], dht[n : n + 1], chunk_gated_delta_rule, **options)
+        want = run(one, do[:, a:b], dht[n : n + 1], f, **options)
         for name, y in want.items():
             part = got[name][n : n + 1] if name == "ht" else got[name][:, a:b]
             assert torch.equal(part, y), name

@@ -313,13 +313,25 @@ def floor(module):
             f"{OPS}.kda.chunk.chunk_kda",
             "q",
             {"ops.l2norm", "kernels.delta.kda_intra", "kernels.delta.wy"},
-            {"l2norm_kernel", "kda_scores_kernel", "kda_prepare_gluon_kernel", "wy_kernel"},
+            {
+                "l2norm_kernel",
+                "kda_scores_kernel",
+                "kda_prepare_gluon_kernel",
+                "wy_kernel",
+                "kda_gates_kernel",
+            },  # fmt: skip
         ),
         (
             f"{OPS}.gdn2.chunk.chunk_gdn2",
             "q",
             {"ops.kda.chunk", "ops.l2norm", "kernels.delta.kda_intra", "kernels.delta.wy"},
-            {"l2norm_kernel", "kda_scores_kernel", "kda_prepare_gluon_kernel", "wy_kernel"},
+            {
+                "l2norm_kernel",
+                "kda_scores_kernel",
+                "kda_prepare_gluon_kernel",
+                "wy_kernel",
+                "kda_gates_kernel",
+            },  # fmt: skip
         ),
         (
             f"{OPS}.gdn2.recurrent.fused_recurrent_gdn2",

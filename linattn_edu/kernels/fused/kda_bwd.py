@@ -39,7 +39,7 @@ def kda_outer_bwd_kernel(
     dP_ptr, dL_ptr,  # [B, T, HV, BT] out
     dqg_ptr, dkb_ptr, dkg_ptr,  # [B, T, HV, K] out
     dgl_ptr,  # [B, NT, HV, K] out
-    dbeta_ptr, written_ptr,  # [B, T, HV] out, without write
+    dbeta_ptr,  # [B, T, HV] out, without write
     dv_ptr, dwrite_ptr,  # [B, T, HV, V] out, with write
     scale,
     cu_ptr, chunks_ptr, T,  # of chunk_of
@@ -63,8 +63,6 @@ def kda_outer_bwd_kernel(
     b_x = joined(b_Z, b_Z_low)
     if write_ptr is None:
         tl.store(dbeta_ptr + i + o_t * HV, tl.sum(b_x * b_v, 1), mask=o_t < n_t)
-        b_x = tl.sum(b_x * joined(b_new, b_low), 1)
-        tl.store(written_ptr + i + o_t * HV, b_x, mask=o_t < n_t)
     else:
         # dw = Z * V, dV = w * Z
         store_tile(dwrite_ptr + i * V, b_x * b_v, o_t, o_v, HV * V, n_t, V)
@@ -115,22 +113,23 @@ def kda_outer_bwd(
     packing: Packing | None = None,
     fine: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Launch kda_outer_bwd_kernel; arguments and result as in the reference, but that all but dv
-    and dwrite are in fp32; fine: v_new and Z are in halves, as kda_fused_scans makes them.
+    """Launch kda_outer_bwd_kernel; arguments and result as in the reference, but in fp32, all but
+    dv, dwrite, and without halves dL; fine: v_new and Z are in halves, as of kda_fused_scans.
     """
     B, T, HV, V = v.shape
     K = h.shape[3]
     new = partial(v.new_empty, dtype=torch.float32)
-    dP, dL = (new(B, T, HV, chunk_size) for _ in range(2))
+    dP = new(B, T, HV, chunk_size)
+    dL = torch.empty_like(dP, dtype=None if fine else v.dtype)
     rows, dgl = tuple(new(B, T, HV, K) for _ in range(3)), new(*h.shape[:4])
-    sums = tuple(new(B, T, HV) if write is None else None for _ in range(2))
+    dbeta = new(B, T, HV) if write is None else None
     gates = tuple(None if write is None else torch.empty_like(x) for x in (v, write))
     NT, *chunks = chunk_args(v, chunk_size, packing)
     kda_outer_bwd_kernel[(NT * HV,)](
-        v, do, write, h, dh, v_new, Z, dP, dL, *rows, dgl, *sums, *gates, scale, *chunks, T, HV,
+        v, do, write, h, dh, v_new, Z, dP, dL, *rows, dgl, dbeta, *gates, scale, *chunks, T, HV,
         K, V, BT=chunk_size, BV=block(V), FINE=fine, **OUTER_OPTIONS,
     )  # fmt: skip
-    return dP, dL, *rows, dgl, *(sums if write is None else gates)
+    return dP, dL, *rows, dgl, dbeta, *(() if write is None else gates)
 
 
 def kda_fused_intra_bwd(
@@ -184,11 +183,10 @@ def _launch(
             tensors = q, k, beta, gc, *inner, dq, dk, dbeta, dgc
             found = launch_pairs(tensors, near, packing, chunk_size, V, summed=True)
             return found if write is None else (*found, dv, dwrite), near if summed else None
-    *outer, first, second = kda_outer_bwd(
+    outer = kda_outer_bwd(
         v, h, v_new, do, dh, Z, write, scale=scale, chunk_size=chunk_size, packing=packing
     )
-    dbeta, more = (first, ()) if write is None else (None, (first, second))
-    return (*kda_intra_bwd(q, k, beta, gc, *outer, dbeta, packing=packing), *more), None
+    return (*kda_intra_bwd(q, k, beta, gc, *outer[:7], packing=packing), *outer[7:]), None
 
 
 def kda_intra_gate_bwd(

@@ -231,7 +231,7 @@ def kda_fused_scan_map_kernel(
 
 CONFIGS = row(4, 2, BV=64), row(4, 3, BV=32), row(4, 3, BV=16)
 MAP_CONFIGS = tuple(row(4, 2, BV=n) for n in (64, 32, 16))
-HALVES_CONFIGS = (row(4, 1, BV=64),)  # two programs a multiprocessor
+HALVES_CONFIGS = (row(4, 2, BV=64),)  # of 128 keys in 1 stage: two programs a multiprocessor
 
 
 def kda_prepare(
@@ -322,7 +322,8 @@ def kda_fused_scan(
     full = fine or by_load.transposed(load, *grid, config["BK"], config["BV"]).takes == "transposed"
     kernel = kda_fused_scan_transposed_kernel if full else kda_fused_scan_kernel
     if full:
-        config |= {"FINE": fine} | ({} if fine else TRANSPOSED)
+        stages = 1 if K > 64 and C == 64 else 2  # never 1 of fewer columns: see rows.UNPIPELINED
+        config |= {"FINE": fine} | ({"num_stages": stages} if fine else TRANSPOSED)
     kernel[grid](*given, scale, *pieces.places, HV, K, V, BT=C, **config)
     return o, pieces.last(last)
 

@@ -54,9 +54,9 @@ def gdn_halves(kind: Kind) -> Choice:
 
 @decision
 def kda_halves(kind: Kind) -> Choice:
-    """Of Kimi Delta Attention and GDN-2 whose beta may be beyond 1, and which keep float32 then: it
-    is multiplied in "halves" of bfloat16, whose 16 bits are too few beside float16; or as "one"
-    number, with q, k and v in float32 too.
+    """Of Kimi Delta Attention and GDN-2 whose beta may be beyond 1: fused stages whose rows are
+    "halves" of bfloat16, whose 16 bits are too few beside float16; or "one" number of float32 in
+    the stages one by one, with q, k and v in float32 too.
     """
     why = first((*HALVES, BFLOAT16), kind)
     return Choice("one", why) if why else Choice("halves", "{generation}, {dtype}, K={K}, V={V}")

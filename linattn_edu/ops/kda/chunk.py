@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from linattn_edu.cp.context import CPContext
@@ -99,9 +98,10 @@ def chunk_kda(
             ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
         use_beta_sigmoid_in_kernel: Whether beta is given before its sigmoid.
         allow_neg_eigval: Whether beta may be beyond 1, as in :func:`chunk_gated_delta_rule`; in 16
-            bit everything is kept in float32 then, which in bfloat16 on Hopper, for an even K and V
-            up to 128, is multiplied as two numbers of bfloat16. With keys alike and a beta beyond 1
-            of which nothing is said, o and gradients are off by as much as they are.
+            bit everything is kept in float32 then; in bfloat16 on Hopper, for an even K and V up to
+            128 and without return_intermediate_states, as two numbers of bfloat16. With keys alike
+            and a beta beyond 1 of which nothing is said, o and gradients are off by as much as they
+            are.
         safe_gate: A promise that every log decay is at least lower_bound (-5 if None), in [-5, 0):
             in bfloat16 and float32 the forward pass need not look for channels that fade by more
             than 2^80 in 16 tokens, and is faster for it. With use_gate_in_kernel it needs
@@ -115,12 +115,13 @@ def chunk_kda(
             five times the memory of k at HV heads, in 16 bit, for a fifth of the time of the
             backward pass; last bits of gradients may differ. Elsewhere the stages one by one keep
             the states too: about four times the memory of q, k and v, for a quarter of the time of
-            their backward pass; but nothing where allow_neg_eigval has them multiply in halves.
+            their backward pass; but nothing where allow_neg_eigval has two numbers kept for one.
         return_intermediate_states: Whether to return the state entering each chunk too; no gradient
             flows through it.
         state_v_first: Whether states are ``[N, HV, V, K]``. Costs a copy of them.
         cu_seqlens, cu_seqlens_cpu, chunk_indices: Packed sequences, as in
-            :func:`chunk_gated_delta_rule`; their backward pass never runs in fused stages.
+            :func:`chunk_gated_delta_rule`; but for allow_neg_eigval their backward pass never runs
+            in fused stages.
         A_log, dt_bias: HV and HV * K numbers in any shape, with use_gate_in_kernel only; dt_bias
             may be left out, and with lower_bound A_log too.
         chunk_size: Tokens a chunk at most: 16, 32 or 64. It changes the speed and the rounding
@@ -617,14 +618,20 @@ def backward(
             qg, kg, kd, v, strength, gc, P, A, do, initial_state, dht, scale=scale, **fine
         )
         del kd, kg, qg
-        given = v, h, v_new, do, dh, Z, write
+        raw = g, A_log, dt_bias
         if halves:
-            found = _rest_in_halves(stages, q, k, beta, gc, given, (g, A_log, dt_bias), scale, gate)
+            outer = stages.kda_outer_bwd(
+                v, h, v_new, do, dh, Z, write, scale=scale, fine=True, **options
+            )
+            del h, v_new, dh, Z
+            dq, dk, dbeta, dgc = stages.kda_intra_bwd(
+                q, k, beta, gc, *outer[:7], precision="halves", **packed
+            )
+            found = dq, dk, dbeta, *stages.gate_bwd(dgc, *raw, **gate), *outer[7:]
         else:
             found = stages.kda_intra_gate_bwd(
-                q, k, v, beta, gc, h, v_new, do, dh, Z, g, A_log, dt_bias, write, scale=scale,
-                **gate,
-            )  # fmt: skip
+                q, k, v, beta, gc, h, v_new, do, dh, Z, *raw, write, scale=scale, **gate
+            )
         dq, dk, dbeta, dg, dA_log, ddt_bias, *of_values = found
         dv, *dwrite = of_values or (dv,)
         return dq, dk, dv, dg, dbeta, *dwrite, dA_log, ddt_bias, dh0
@@ -655,28 +662,3 @@ def backward(
     dg, dA_log, ddt_bias = stages.gate_bwd(dgc, g, A_log, dt_bias, **gate)
     dstrength = (dbeta,) if write is None else (dbeta, dstrength)
     return dq, dk, dv, dg, *dstrength, dA_log, ddt_bias, dh0
-
-
-def _rest_in_halves(
-    stages: FusedStages,
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    given: tuple,
-    gate: tuple,
-    scale: float,
-    options: dict,
-) -> tuple[Tensor | None, ...]:
-    """kda_intra_gate_bwd by stages.  given: what kda_outer_bwd takes.  gate: g, A_log, dt_bias."""
-    of_chunks = {n: x for n, x in options.items() if n != "lower_bound"}
-    packed = {n: x for n, x in of_chunks.items() if n == "packing"}
-    *outer, first, second = stages.kda_outer_bwd(*given, scale=scale, fine=True, **of_chunks)
-    own = given[-1] is None
-    dq, dk, dbeta, dgc = stages.kda_intra_bwd(
-        q, k, beta, gc, *outer, first if own else None, precision="halves", **packed
-    )
-    if own:  # beta dbeta = rowsum(Z * v_new), without the rounding of the states in rowsum(K * Y)
-        dbeta = torch.where(beta > 0.5, second / beta, dbeta)
-    gate = stages.gate_bwd(dgc, *gate, **options)
-    return dq, dk, dbeta, *gate, *(() if own else (first, second))

@@ -33,9 +33,9 @@ def kda_outer_bwd(
         v: the argument of the forward pass. h, v_new, dh, Z: from kda_fused_scans.
         do: [B, T, HV, V], gradient of o. write: the write gate [B, T, HV, V], or None.
     Returns:
-        dP, dL [B, T, HV, C], dqg, dkb, dkg [B, T, HV, K], dgl [B, NT, HV, K]; and rowsum(Z * V),
-        to which kda_intra_bwd adds, and rowsum(Z * v_new), which is beta times the sum that it
-        then has; or with write dv = write * Z and its gradient Z * V, in the dtypes of v and write.
+        dP, dL [B, T, HV, C], dqg, dkb, dkg [B, T, HV, K], dgl [B, NT, HV, K], and rowsum(Z * V),
+        to which kda_intra_bwd adds; or with write None in its place, dv = write * Z and its
+        gradient Z * V, in the dtypes of v and write.
     Source: chapters 12d and 24.
     """
     dtype, T = compute_dtype(v, h, v_new, do, dh, Z), v.shape[1]
@@ -53,9 +53,9 @@ def kda_outer_bwd(
     dgl = (dS * S).sum(-1).transpose(1, 2).contiguous()
     found = *(from_chunks(x, T) for x in (dP, dL, *rows)), dgl
     if write is None:
-        return *found, *(from_chunks((Z * x).sum(-1), T) for x in (V, V_new))
+        return *found, from_chunks((Z * V).sum(-1), T)
     dV, dwrite = write.to(dtype) * from_chunks(Z, T), from_chunks(Z * V, T)
-    return *found, dV.to(v.dtype), dwrite.to(write.dtype)
+    return *found, None, dV.to(v.dtype), dwrite.to(write.dtype)
 
 
 def kda_fused_intra_bwd(
@@ -85,13 +85,9 @@ def kda_fused_intra_bwd(
         Z * V, in the dtypes of v and write.
     Source: chapters 12d and 24.
     """
-    *rows, dgl, dbeta, other = kda_outer_bwd(
-        v, h, v_new, do, dh, Z, write, scale=scale, chunk_size=chunk_size
-    )
-    rows = (x.to(v.dtype) for x in rows)
-    if write is None:
-        return kda_intra_bwd(q, k, beta, gc, *rows, dgl, dbeta)
-    return *kda_intra_bwd(q, k, beta, gc, *rows, dgl, None), dbeta, other
+    outer = kda_outer_bwd(v, h, v_new, do, dh, Z, write, scale=scale, chunk_size=chunk_size)
+    rows = (x.to(v.dtype) for x in outer[:5])
+    return *kda_intra_bwd(q, k, beta, gc, *rows, *outer[5:7]), *outer[7:]
 
 
 def kda_intra_gate_bwd(
