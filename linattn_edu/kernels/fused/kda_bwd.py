@@ -167,7 +167,7 @@ def _launch(
     q, k, v, beta, gc, h, v_new, do, dh, Z, write = given
     (B, T, HV, V), K = v.shape, k.shape[3]
     own, erase = strength(beta)
-    kind = kind_of(q, HV, V, chunk_size, packing, (q, k, v, gc, h, v_new, do, h, Z))
+    kind = kind_of(q, HV, V, chunk_size, packing, (q, k, v, gc, h, v_new, do, dh, Z))
     gates = () if write is None else (erase.dtype, write.dtype)
     if by_kind.kda_fused_intra_bwd(kind, *gates).takes == "gluon":
         dq, dk = (v.new_empty(B, T, HV, K, dtype=shared_dtype(q, HV)) for _ in range(2))
