@@ -233,7 +233,7 @@ def strength_of(m, c, mma: gl.constexpr):
 @gluon.jit
 def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.constexpr,
                  V: gl.constexpr, BT: gl.constexpr, SUMMED: gl.constexpr):  # fmt: skip
-    """Half c of the channels, by four warps: kda_fused_intra_bwd_kernel's sums, transposed."""
+    """Half c of the channels, by four warps: kda_intra_bwd's near_sums, transposed."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     rows: gl.constexpr = gl.SliceLayout(1, mma)
     along: gl.constexpr = gl.SliceLayout(0, mma)
@@ -413,7 +413,8 @@ def kda_intra_bwd_gluon_kernel(
 ):  # fmt: skip
     """One program: every so many-th chunk of a head.  Any grid.
 
-    Arguments of kda_fused_intra_bwd_kernel of kernels/fused, whose PW is V, see `descriptor`.
+    Arguments of kda_fused_intra_bwd and its results, see `descriptor`; of channels that are not
+    near those of kda_intra_bwd: dqg, dkb and dkg in the place of dq, dk and dgc, dP, dL and dgl.
     Reference: linattn_edu.reference.fused.kda_bwd.kda_fused_intra_bwd.
 
     mbarriers, in the order of an item; two groups of four warps compute, c = 0 and 1::
@@ -475,8 +476,8 @@ OPTIONS = {"num_warps": 4, "maxnreg": 168, **ALLOCATE}
 def kda_intra_bwd_gluon(
     given: tuple[Tensor, ...], out: tuple[Tensor, ...], near: Tensor, scale: float, summed: bool
 ) -> None:
-    """Launch kda_intra_bwd_gluon_kernel on what kda_fused_intra_bwd is given; it writes dgl, dq,
-    dk, dbeta, dgc and near as kda_fused_intra_bwd_kernel does, dP and dL in the place of Z.
+    """Launch kda_intra_bwd_gluon_kernel on what kda_fused_intra_bwd is given; it writes `out`, near
+    [B, NT, HV, K / 64], whether the channels of a group are, and dP and dL in the place of Z.
     summed: dg of near channels in the place of dgc.
     """
     q, k, v, beta, erase, gc, h, v_new, do, dh, Z, write = given
