@@ -319,7 +319,7 @@ def floor(module):
                 "kda_prepare_gluon_kernel",
                 "wy_kernel",
                 "kda_gates_kernel",
-            },  # fmt: skip
+            },
         ),
         (
             f"{OPS}.gdn2.chunk.chunk_gdn2",
@@ -331,7 +331,7 @@ def floor(module):
                 "kda_prepare_gluon_kernel",
                 "wy_kernel",
                 "kda_gates_kernel",
-            },  # fmt: skip
+            },
         ),
         (
             f"{OPS}.gdn2.recurrent.fused_recurrent_gdn2",
