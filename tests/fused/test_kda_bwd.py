@@ -32,6 +32,8 @@ test_erase_and_write_gates = stages.matches(*GATED, pytest.mark.parametrize(SIZE
 
 
 few = pytest.mark.parametrize(SIZES, CASES[1::9])
+test_products_with_states = stages.matches("kda_outer_bwd", "kda_fused", few)
+test_products_with_two_gates = stages.matches("kda_outer_bwd", "gdn2_fused", few)
 test_with_the_gate = stages.matches("kda_intra_gate_bwd", "kda_fused", few)
 test_with_two_gates = stages.matches("kda_intra_gate_bwd", "gdn2_fused", few)
 

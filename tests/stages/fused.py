@@ -1,5 +1,6 @@
 """The stages of kernels/fused, and others as the fused sets call them."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -130,37 +131,6 @@ STAGES = [
     Stage("fused/kda_bwd", "gdn2_fused",
           call("q k v beta gc h v_new do dh Z g - - write", "scaled"), "kda_intra_gate_bwd",
           adds=5, when=held_bf16),
-    # both in halves
-    Stage("fused/kda_scans", "kda_fused", paired(call("q k g", "chunks")), "kda_gates", when=fine,
-          more=[paired(f) for f in with_gates("q k g")]),
-    Stage("fused/kda_fwd", "kda_fused",
-          paired(call("qg kg kd v beta gc P A h0", scale=SCALE, output_final_state=True)),
-          "kda_fused_scan", when=fine),
-    Stage("fused/kda_fwd", "kda_fused", paired(call("kg kd v beta gc A h0")),
-          "kda_fused_scan_map", when=fine),
-    Stage("fused/kda_scans", "kda_fused",
-          paired(call("qg kg kd v beta gc P A do h0 dht", scale=SCALE)), "kda_fused_scans",
-          when=fine),
-    Stage("fused/kda_scans", "kda_fused",
-          paired(call("qg kg kd beta gc P A do dht", scale=SCALE)), "kda_fused_scan_map_bwd",
-          when=fine),
-    Stage("fused/kda_bwd", "kda_fused", paired(call("v h v_new do dh Z", "scaled")),
-          "kda_outer_bwd", when=fine),
-    Stage("fused/kda_scans", "gdn2_fused", paired(call("q k g - - beta", "chunks")), "kda_gates",
-          when=fine),
-    Stage("fused/kda_fwd", "gdn2_fused",
-          paired(call("qg kg kd v write gc P A h0", scale=SCALE, output_final_state=True)),
-          "kda_fused_scan", when=fine),
-    Stage("fused/kda_fwd", "gdn2_fused", paired(call("kg kd v write gc A h0")),
-          "kda_fused_scan_map", when=fine),
-    Stage("fused/kda_scans", "gdn2_fused",
-          paired(call("qg kg kd v write gc P A do h0 dht", scale=SCALE)), "kda_fused_scans",
-          when=fine),
-    Stage("fused/kda_scans", "gdn2_fused",
-          paired(call("qg kg kd write gc P A do dht", scale=SCALE)), "kda_fused_scan_map_bwd",
-          when=fine),
-    Stage("fused/kda_bwd", "gdn2_fused", paired(call("v h v_new do dh Z write", "scaled")),
-          "kda_outer_bwd", when=fine),
     # Mamba-2, and the stages that its fused sets share with the delta rule and the staged
     Stage("ssd/chunk_cumsum", "ssd_fused", call("dt A dt_bias", "chunks", softplus=True),
           "chunk_cumsum_log"),
@@ -184,3 +154,14 @@ STAGES = [
     Stage("fused/ssd_bwd", "ssd_fused", call("C B x gs gc dh dy inter dgc D seq_idx", "chunks"),
           "ssd_bwd_dx"),
 ]  # fmt: skip
+
+# the same stages on rows of both halves
+IN_HALVES = (
+    "kda_gates", "kda_fused_scan", "kda_fused_scan_map", "kda_fused_scans",
+    "kda_fused_scan_map_bwd", "kda_outer_bwd",
+)  # fmt: skip
+STAGES += [
+    replace(s, call=paired(s.call), more=[paired(f) for f in s.more], when=fine)
+    for s in STAGES
+    if s.name in IN_HALVES
+]

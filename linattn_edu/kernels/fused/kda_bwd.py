@@ -113,8 +113,8 @@ def kda_outer_bwd(
     packing: Packing | None = None,
     fine: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Launch kda_outer_bwd_kernel; arguments and result as in the reference, but in fp32, all but
-    dv, dwrite, and without halves dL; fine: v_new and Z are in halves, as of kda_fused_scans.
+    """Launch kda_outer_bwd_kernel; arguments and result as in the reference; fine: v_new and Z are
+    in halves, as of kda_fused_scans, and dL is in fp32.
     """
     B, T, HV, V = v.shape
     K = h.shape[3]

@@ -276,10 +276,11 @@ def prepared(
     fused = 2 * halves
     if not (halves or return_states):
         fused = _fused_passes(impl, q, v, chunk_size, packed, strength)
-    if keep_all and fused == 2 and not halves:
-        save += " gc kg qg kd"
-    elif keep_all and not halves:
-        save, fused = "P A gc w kg qg h v_new", 0
+    if keep_all and not halves:
+        if fused == 2:
+            save += " gc kg qg kd"
+        else:
+            save, fused = "P A gc w kg qg h v_new", 0
     given = (
         q, k, v, g, *strength, A_log, dt_bias, place.entering(initial_state),
         *place.bounds, scale, gate_bound, safe_bound, output_final_state or place.writes,
@@ -424,12 +425,12 @@ def declare(name: str, strength: dict[str, str], **more: object) -> Operator:
             "P": like("B T HV C", "q", unless="halves"),
             "A": like("B T HV C", "q", unless="halves"),
             "gc": widened("B T HV K", "g A_log dt_bias"),
-            "w": like("B T HV K", "q", unless="halves"),
-            "kg": like("B T HV K", "q", unless="halves"),
-            "qg": like("B T HV K", "q", unless="halves"),
-            "kd": like("B T HV K", "q", unless="halves"),
-            "h": like("B NT HV K V", "q", unless="halves"),
-            "v_new": like("B T HV V", "q", unless="halves"),
+            "w": like("B T HV K", "q"),
+            "kg": like("B T HV K", "q"),
+            "qg": like("B T HV K", "q"),
+            "kd": like("B T HV K", "q"),
+            "h": like("B NT HV K V", "q"),
+            "v_new": like("B T HV V", "q"),
             "crossing": widened("X HV K V", "q"),
         },
         options={
@@ -482,11 +483,11 @@ def forward(
     """The chunked forward pass as a composition of stages (shapes as in chunk_kda).
 
     write: The write gate of chunk_gdn2, whose erase gate beta is then.
-    safe_bound: a promise that no log decay of a token is below it. halves: the kernels keep
-    float32, and multiply it in two halves of 16 bit. cp: what other ranks send and are sent. keep:
-    the residuals that are returned; the others are freed as soon as no stage reads them. Without h
-    and v_new among them kda_scan takes the place of state and output. FusedStages have neither w, h
-    nor v_new, and they alone kd.
+    safe_bound: a promise that no log decay of a token is below it. halves: FusedStages hold kd, kg,
+    v_new and Z as two numbers of bfloat16, and P and A in float32. cp: what other ranks send and
+    are sent. keep: the residuals that are returned; the others are freed as soon as
+    no stage reads them. Without h and v_new among them kda_scan takes the place of state and
+    output. FusedStages have neither w, h nor v_new, and they alone kd.
     Returns o, the final state or None, and what the backward pass may read. Only the kernels take a
     packing.
 
@@ -542,22 +543,22 @@ def _fused(
 ) -> tuple[Tensor, Tensor | None, Residuals]:
     """The forward pass of FusedStages; gate: g, A_log, dt_bias, its bound and the promised one."""
     *gate, lower_bound, safe_bound = gate
-    packed = {n: x for n, x in options.items() if n == "packing"}
+    fine = {"fine": True} if halves else {}
     if halves:
-        erase, packed = None if write is None else beta, packed | {"fine": True}
-        bound = {"lower_bound": lower_bound, "fine": True}
-        gc, kd, kg, qg = stages.kda_gates(q, k, *gate, erase, **options, **bound)
-        bound = {"lower_bound": safe_bound, "precision": "halves"}
-        P, A = stages.kda_intra(q, k, beta, gc, **options, **bound)
+        own = *gate, None if write is None else beta
+        gc, kd, kg, qg = stages.kda_gates(q, k, *own, lower_bound=lower_bound, **options, **fine)
+        options |= {"lower_bound": safe_bound, "precision": "halves"}
+        P, A = stages.kda_intra(q, k, beta, gc, **options)
     else:
-        bound = {"lower_bound": lower_bound, "safe_bound": safe_bound}
-        gc, P, A, kd, kg, qg = stages.kda_gate_prepare(q, k, beta, *gate, **options, **bound)
+        options |= {"lower_bound": lower_bound, "safe_bound": safe_bound}
+        gc, P, A, kd, kg, qg = stages.kda_gate_prepare(q, k, beta, *gate, **options)
     beta = beta if write is None else write  # of the values; that of the keys is in P, A and kd
     if cp is not None:
-        cp.send(stages.kda_fused_scan_map, (kg, kd, v, beta, gc, A), initial_state, **packed)
+        fine |= {n: x for n, x in options.items() if n == "packing"}
+        cp.send(stages.kda_fused_scan_map, (kg, kd, v, beta, gc, A), initial_state, **fine)
         initial_state = cp.receive(stages.cp_merge, initial_state)
     o, final_state = stages.kda_fused_scan(
-        qg, kg, kd, v, beta, gc, P, A, initial_state, **scan | packed
+        qg, kg, kd, v, beta, gc, P, A, initial_state, **scan | fine
     )
     kept = {"P": P, "A": A, "gc": gc, "kg": kg, "qg": qg, "kd": kd, "crossing": cp and cp.crossing}
     return o, final_state, Residuals(**{n: x for n, x in kept.items() if n in keep})

@@ -34,8 +34,8 @@ def kda_outer_bwd(
         do: [B, T, HV, V], gradient of o. write: the write gate [B, T, HV, V], or None.
     Returns:
         dP, dL [B, T, HV, C], dqg, dkb, dkg [B, T, HV, K], dgl [B, NT, HV, K], and rowsum(Z * V),
-        to which kda_intra_bwd adds; or with write None in its place, dv = write * Z and its
-        gradient Z * V, in the dtypes of v and write.
+        to which kda_intra_bwd adds, in fp32 (fp64 for fp64 input), but dL in v.dtype; or with write
+        None in its place, dv = write * Z and its gradient Z * V, in the dtypes of v and write.
     Source: chapters 12d and 24.
     """
     dtype, T = compute_dtype(v, h, v_new, do, dh, Z), v.shape[1]
@@ -51,7 +51,8 @@ def kda_outer_bwd(
     rows = scale * dO @ S.mT, -Z @ S.mT, V_new @ dS.mT
     # eq:kda-dgl   dgl = rowsum(dS * S)
     dgl = (dS * S).sum(-1).transpose(1, 2).contiguous()
-    found = *(from_chunks(x, T) for x in (dP, dL, *rows)), dgl
+    dP, dL, *rows = (from_chunks(x, T) for x in (dP, dL, *rows))
+    found = dP, dL.to(v.dtype), *rows, dgl
     if write is None:
         return *found, from_chunks((Z * V).sum(-1), T)
     dV, dwrite = write.to(dtype) * from_chunks(Z, T), from_chunks(Z * V, T)
