@@ -14,7 +14,7 @@ from linattn_edu.kernels.fused.gdn_scans import scan_bwd, scan_states
 from linattn_edu.kernels.routes import by_load, forced, kind_of, load_of
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.fused import gdn_bwd as references
-from linattn_edu.reference.fused.gdn_intra import intra_chunk
+from linattn_edu.reference.fused.gdn_intra import intra_chunk, intra_halves
 from linattn_edu.testing import assert_close, gdn_inputs, relative_rms
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -48,9 +48,13 @@ def test_what_no_gate_has_made_leaves_dgc(dtype, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "halves"),
+    [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)],
+    ids=["bfloat16", "float16", "halves"],
+)
 @pytest.mark.parametrize("HV", [4, 8, 16])
-def test_intra_bwd_gluon(HV, dtype, device, force):
+def test_intra_bwd_gluon(HV, dtype, halves, device, force):
     """No farther from float64 than the other kernel; twice, since programs reuse their places for
     chunk after chunk: what is copied ahead must not be overtaken.
     """
@@ -58,13 +62,22 @@ def test_intra_bwd_gluon(HV, dtype, device, force):
     if why := without_gluon(device):
         pytest.skip(why)
     x = gdn_inputs(B, T, H, HV, 128, 128, dtype=dtype, device=device, seed=0)
-    gc, do = gate_cumsum(x.g, chunk_size=64), torch.randn_like(x.v)
-    P, _, AG = intra_chunk(x.q, x.k, x.beta, gc, chunk_size=64, return_inverse=True, gated=True)
-    h, v_new = scan_states(x.k, x.v, x.beta, gc, AG)
-    dh, Z, *_ = scan_bwd(x.q, x.k, x.beta, gc, P, AG, do, scale=0.3)
-    args, options = (x.q, x.k, x.v, x.beta, gc, h, v_new, do, dh, Z), {"scale": 0.3}
+    gc, do, low = gate_cumsum(x.g, chunk_size=64), torch.randn_like(x.v), ()
+    if halves:
+        x.beta[:, ::9] *= 2
+        P, AG, *low = intra_halves(x.q, x.k, x.beta, gc, chunk_size=64)
+    else:
+        options = {"return_inverse": True, "gated": True}
+        P, _, AG = intra_chunk(x.q, x.k, x.beta, gc, chunk_size=64, **options)
+    h, v_new, *v_low = scan_states(x.k, x.v, x.beta, gc, AG, None, *low[1:])
+    dh, Z, _, _, *Z_low = scan_bwd(x.q, x.k, x.beta, gc, P, AG, do, None, low or None, scale=0.3)
+    args, options = [x.q, x.k, x.v, x.beta, gc, h, v_new, do, dh, Z], {"scale": 0.3}
     options["chunk_size"] = 64
-    exact = references.intra_chunk_bwd(*(t.double() for t in args), **options)
+    low = [*v_low, *Z_low]
+    exact = references.intra_chunk_bwd(
+        *(t.double() for t in args), [t.double() for t in low] or None, **options
+    )
+    args += [low] if halves else []
     with forced(intra_chunk_bwd="triton"):
         plain = kernels.intra_chunk_bwd(*args, **options)
     force(ENOUGH=1)

@@ -52,7 +52,7 @@ def test_scan_transposed_gives_the_same_bits(
         written = beta, low
     else:
         (P, R, _), written = intra_chunk(q, k, beta, gc, chunk_size=64, **own), ()
-    # as if it had one multiprocessor: tiles of 64 columns, with halves of 128
+    # as if it had one multiprocessor: tiles of 64 columns, with halves of 128; or 1000
     count = [1]
     for room in ("by_load", "choosing"):
         place = f"linattn_edu.kernels.routes.{room}.device_of"
@@ -60,14 +60,14 @@ def test_scan_transposed_gives_the_same_bits(
     exact_products(monkeypatch)
     got = []
     for form in ("transposed", "upright"):
-        count[0] = 1000 if halves and form == "upright" else 1  # tiles of 16 are never transposed
+        count[0] = 1000 if halves and form == "upright" else 1
         if not halves:
             force(transposed=form)
         options = {"scale": 0.3, "output_final_state": True, **own}
         with launches() as ran:
             got.append(kernels.scan(q, k, v, gc, P, R, h0, *written, **options))
         transposed = ran[-1].__name__ == "scan_transposed_kernel"
-        assert transposed == (form == "transposed")
+        assert transposed == (halves or form == "transposed")
     for name, a, b in zip(("o", "final_state"), *got, strict=True):
         assert_close(name, a, b, 0)
 

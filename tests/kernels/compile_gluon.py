@@ -154,12 +154,17 @@ def intra_bwd_forms():
     columns = {"": HEAD} | dict.fromkeys(("q", "k", "dq", "dk", "gc", "dgc"), HEAD // 2)
     size = {"K": HEAD, "V": HEAD, "BT": CHUNK}
     kernel = gdn_intra_bwd.intra_chunk_bwd_gluon_kernel
-    for K, dtype, G in ((HEAD, "bf16", 1), (HEAD, "fp16", 4), (64, "bf16", 1), (64, "fp16", 4)):
+    for K, dtype, G in (
+        (HEAD, "bf16", 1), (HEAD, "bf16", 4), (HEAD, "fp16", 4), (64, "bf16", 1), (64, "fp16", 4),
+    ):  # fmt: skip
         constants = {"K": K, "V": K, "BT": CHUNK, "ROW": 4 * G, "H": 2, "HV": 2 * G}
         tiles = columns | {"": K} if K == HEAD else {"": K}
-        source = source_of(kernel, constants, dtype, tiles, states=("h", "dh") if K == HEAD else ())
+        states = ("h", "dh") if K == HEAD else ()
         form = {"kernel": kernel.__name__, "dtype": dtype, "G": G} | ({} if K == HEAD else {"K": K})
-        yield form, source, gdn_intra_bwd.OPTIONS[K]
+        for halves in (False, True) if (K, dtype) == (HEAD, "bf16") else (False,):
+            absent = () if halves else ("v_low_desc", "Z_low_desc")
+            source = source_of(kernel, constants, dtype, tiles, absent, states)
+            yield form | ({"halves": True} if halves else {}), source, gdn_intra_bwd.OPTIONS[K]
     kernel, absent = gdn_bwd.scan_intra_bwd_gluon_kernel, ("dht_ptr", "cu_ptr", "offsets_ptr")
     for dtype in ("bf16", "fp16"):
         constants = size | {"ROW": 2, "H": 2, "HV": 2}
@@ -169,14 +174,15 @@ def intra_bwd_forms():
     gates = "gc", "dgc", "beta", "dgl", "dbeta"
     columns |= dict.fromkeys(("erase", "derase"), HEAD // 2)
     of_values = ["write_desc", "dv_desc", "dwrite_desc"]
-    for write in (False, True):
+    for write, halves in ((False, False), (True, False), (False, True)):
         absent = ["beta_ptr", "dbeta_ptr"] if write else ["erase_desc", "derase_desc", *of_values]
         source = source_of(
-            kernel, size | {"HV": 4}, "bf16", columns, absent, ("h", "dh"), "*bf16", gates,
+            kernel, size | {"HV": 4}, "bf16", columns, [*absent, "v_desc" if halves else "v_ptr"],
+            ("h", "dh"), "*bf16", (*gates, "dP", "dL") if halves else gates,
             dict.fromkeys(("v", "write", "dv", "dwrite") if write else (), CHUNK // 4),
         )  # fmt: skip
         form = {"kernel": kernel.__name__, "dtype": "bf16", "G": 1, "write": write}
-        yield form, source, kda_intra_bwd.OPTIONS
+        yield form | ({"halves": True} if halves else {}), source, kda_intra_bwd.OPTIONS
 
 
 def intra_forms():

@@ -9,9 +9,11 @@ import stages
 import torch
 from apart import apart
 from gdn_checks import PAYS
+from stages.fused import pair
 
 from linattn_edu.gluon_interpreter import interpreted
 from linattn_edu.kernels.routes import forced
+from linattn_edu.testing import relative_rms
 
 HEAD = 128
 # with a GPU the kernels in plain Triton around them are compiled, and take no tensors of the CPU
@@ -34,10 +36,13 @@ class Case(NamedTuple):
     dtype: torch.dtype = BF16
     kinds: dict = MappingProxyType({})  # of parts
     without: tuple = ()  # parts
-    more: dict = MappingProxyType({})  # options of the stage
+    more: dict | Callable = MappingProxyType(
+        {}
+    )  # options of the stage, or what gives them of parts
     C: int = 64
     between: tuple = ()  # what parts have before the dtype
     change: Callable | None = None  # of the parts
+    by: Callable | None = None  # the check, else that of the family
 
     def check(self, device, **how) -> None:
         """The stage's results are its reference's; how: of `interpreted`."""
@@ -45,8 +50,38 @@ class Case(NamedTuple):
         with forced(**PAYS, **self.forced), interpreted(**how) as ran:
             sizes = self.T, self.K, self.V, self.C, *self.between, self.dtype, device
             options = {"without": self.without, "change": self.change, "more": self.more}
+            options["check"] = self.by
             stages.check(self.stage, self.family, *sizes, **options, **self.kinds)
         assert [x.__name__.removesuffix("_gluon_kernel") for x in ran] == self.kernels.split()
+
+
+def in_halves(r) -> None:
+    """v_new and Z in two numbers of bfloat16, the low ones as `low`, and the rest in one."""
+    whole = r.v_new, r.Z
+    for n in ("q", "k", "v", "h", "v_new", "do", "dh", "Z"):
+        setattr(r, n, getattr(r, n).bfloat16())
+    r.low = tuple((x - y.float()).bfloat16() for x, y in zip(whole, (r.v_new, r.Z), strict=True))
+
+
+def in_pairs(r) -> None:
+    """v_new and Z in both numbers of bfloat16 one after the other, the rest in one."""
+    r.v_new, r.Z = pair(r.v_new), pair(r.Z)
+    for n in ("q", "k", "v", "h", "do", "dh"):
+        setattr(r, n, getattr(r, n).bfloat16())
+
+
+def check_pairs(kernel, reference, args, **options) -> None:
+    """The kernel on rows of both halves is its reference on their sums: as near as its own numbers
+    are, and dbeta as those of the states, of which v_new knows more; of channels that are not near
+    dgc too is in part of rounded numbers.
+    """
+    wide = [x.double() for x in args]
+    for i in (6, 9):  # v_new and Z
+        wide[i] = sum(wide[i].chunk(2, -1))
+    got, want = kernel(*args, fine=True, **options), reference(*wide, **options)
+    assert [x.shape for x in got] == [x.shape for x in want]
+    for i, (x, y, close) in enumerate(zip(got, want, (8, 8, 8, 10), strict=True)):
+        assert relative_rms(x, y) < 2.0**-close, f"output {i}"
 
 
 def gates(T: int) -> torch.Tensor:
@@ -131,6 +166,14 @@ CASES = {
     "gdn_intra_bwd, K=64, a key head each": Case(
         "intra_chunk_bwd", "gdn_fused", "intra_chunk_bwd", {"intra_chunk_bwd": "gluon"}, 192,
         64, 64, kinds={"own": True},
+    ),
+    "gdn_intra_bwd, halves": Case(
+        "intra_chunk_bwd", "gdn_fused", "intra_chunk_bwd", {"intra_chunk_bwd": "gluon"},
+        dtype=torch.float32, change=in_halves, more=lambda r: {"low": r.low},
+    ),
+    "gdn_intra_bwd, halves, a key head each": Case(
+        "intra_chunk_bwd", "gdn_fused", "intra_chunk_bwd", {"intra_chunk_bwd": "gluon"},
+        dtype=torch.float32, kinds={"own": True}, change=in_halves, more=lambda r: {"low": r.low},
     ),
     "gdn_bwd": Case(
         "chunk_bwd", "gdn_fused", "scan_states scan_intra_bwd",
@@ -257,6 +300,10 @@ CASES = {
     "kda_intra_bwd, gated": Case(
         "kda_fused_intra_bwd", "gdn2_fused", "kda_intra_bwd", {"kda_fused_intra_bwd": "gluon"},
         kinds={"H": 2, "g": gates(192)},
+    ),
+    "kda_intra_bwd, halves": Case(
+        "kda_fused_intra_bwd", "kda_fused", "kda_intra_bwd", {"kda_fused_intra_bwd": "gluon"},
+        dtype=torch.float32, kinds={"H": 2, "g": gates(192)}, change=in_pairs, by=check_pairs,
     ),
     "kda_intra_bwd": Case(
         "kda_fused_intra_bwd", "kda_fused", "kda_intra_bwd", {"kda_fused_intra_bwd": "gluon"},

@@ -1,10 +1,11 @@
 """Every kernel in Gluon, interpreted, against its reference; and what the interpreter finds."""
 
 import pytest
+import stages
 import torch
 from delta.stage_checks import check_stage
 from gdn_checks import PAYS
-from kernels.gluon_cases import BF16, CASES, HEAD, NO_GPU, gates
+from kernels.gluon_cases import BF16, CASES, HEAD, NO_GPU, gates, in_halves
 from kernels.gluon_small import double_gluon
 from triton.experimental.gluon import language as gl
 
@@ -20,7 +21,7 @@ from linattn_edu.reference.fused import gdn_fwd as fwd_reference
 from linattn_edu.reference.fused import gdn_intra as intra_reference
 from linattn_edu.reference.fused import gdn_scans as scans_reference
 from linattn_edu.reference.fused import kda_scans as kda_reference
-from linattn_edu.testing import gdn_inputs
+from linattn_edu.testing import gdn_inputs, relative_rms
 
 pytestmark = [pytest.mark.usefixtures("poison"), NO_GPU]
 CPU = torch.device("cpu")
@@ -58,6 +59,33 @@ def test_a_key_head_for_each_value_head(force):
                 (x.q, x.k, x.v, x.beta, gc, h, v_new, do, dh, Z), **CHUNKS, **SCALED,
             )  # fmt: skip
         assert len(ran) == 2
+
+
+@pytest.mark.parametrize("most", [0.5, 2.0])
+def test_low_halves(most, force):
+    """Products have the bits of both halves; where beta is above 1/2, dbeta knows nothing of how
+    the states were rounded, dgc little.
+    """
+    torch.manual_seed(0)
+    r = stages.parts("gdn_fused", 192, HEAD, HEAD, 64, torch.float32, CPU, own=True)
+    r.beta *= most / r.beta.max()
+    r.beta[:, ::7] = 0 if most < 1 else 1
+    r.q, r.k, r.v, r.do = (x.bfloat16().float() for x in (r.q, r.k, r.v, r.do))
+    given = r.q, r.k, r.v, r.beta, r.gc, *gdn_parts(r, r.gc)[::2], r.do
+    h, r.v_new, r.dh, r.Z, *_ = scans_reference.scans(*given, **SCALED)
+    r.h = h
+    in_halves(r)
+    args = [r.q, r.k, r.v, r.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z]
+    force(**PAYS, intra_chunk_bwd="gluon")
+    with interpreted() as ran:
+        _, _, dbeta, dgc = gdn_bwd.intra_chunk_bwd(*args, r.low, **CHUNKS, **SCALED)
+    assert len(ran) == 1
+    if most > 1:
+        args[5] = h
+    exact, low = [x.double() for x in args], tuple(x.double() for x in r.low)
+    want = bwd_reference.intra_chunk_bwd(*exact, low, **CHUNKS, **SCALED)[2:]
+    assert relative_rms(dbeta, want[0]) < (2**-20 if most < 1 else 2**-13)
+    assert relative_rms(dgc, want[1]) < (2**-17 if most < 1 else 2**-10)
 
 
 def test_intra_of_packed_sequences(force):

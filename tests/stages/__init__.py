@@ -85,7 +85,8 @@ def arguments(name: str, family: str, *sizes, **kinds) -> tuple:
 
 def check(names, family, *sizes, check=None, without=(), change=None, more=None, **kinds) -> None:
     """Each kernel is its reference on such parts, `without` some of them, or after a `change` of
-    them; more: options beside those of the registry. Skipped where a GPU does not hold the parts.
+    them; more: options beside those of the registry, or what makes them of the parts. Skipped where
+    a GPU does not hold the parts.
     """
     r = parts(family, *sizes, **kinds)
     vars(r).update(dict.fromkeys(without))
@@ -96,7 +97,8 @@ def check(names, family, *sizes, check=None, without=(), change=None, more=None,
             pytest.skip("heads that the fused stages do not hold")
         args, given = stage.call(r)
         check_ = check or FAMILIES[family].check
-        check_(stage.kernel, stage.reference, args, **(given | (more or {})))
+        others = more(r) if callable(more) else more or {}
+        check_(stage.kernel, stage.reference, args, **(given | others))
 
 
 def matches(names: str, family: str = "gdn", grid=None, **how):

@@ -151,10 +151,8 @@ def causal_conv1d_kernel(
     n_ptr,  # [B, T] or None: how many tokens before each are of its sequence
     y_ptr,  # [B, T, D] out
     ht_ptr,  # [N, D, W] out: final state, or None
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    NT,
-    T,
+    cu_ptr, chunks_ptr,  # of tile_of
+    NT, T,
     ROW: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
     SILU: tl.constexpr,
@@ -210,10 +208,8 @@ def causal_conv1d_bwd_kernel(
     dx_ptr,  # [B, T, D] out
     dw_ptr,  # [NT + N, W + 1, D] out: parts of dweight, and of dbias
     dh0_ptr,  # [N, D, W] out, or None
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    NT,
-    T,
+    cu_ptr, chunks_ptr,  # of tile_of
+    NT, T,
     ROW: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
     SILU: tl.constexpr,

@@ -18,9 +18,7 @@ def cumsum_kernel(
     x_ptr,  # [B, T, D]
     y_ptr,  # [B, T, D] out
     scale,
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of columns_of
     D: tl.constexpr,
     BC: tl.constexpr,  # tokens of a chunk; None: a sequence is one
     BT: tl.constexpr, BD: tl.constexpr, REVERSE: tl.constexpr,

@@ -27,9 +27,7 @@ def gate_bwd_kernel(
     sums_ptr,  # [NT, 2, D] out: of dA_log, and of da, over the chunk; or None
     near_ptr,  # [NT, D / BD], or None: where it is not 0, dgc is summed already
     bound,  # lower bound of the gate, or None
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     D: tl.constexpr,
     PER: tl.constexpr,  # gates of a head
     BT: tl.constexpr, BD: tl.constexpr,

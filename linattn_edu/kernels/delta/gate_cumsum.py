@@ -29,9 +29,7 @@ def gate_cumsum_kernel(
     bias_ptr,  # [D] or None
     gc_ptr,  # [B, T, D] out: log2, cumulative within a chunk
     bound,  # lower bound of the gate, or None
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of channels_of
     D: tl.constexpr,
     PER: tl.constexpr,  # gates of a head
     BT: tl.constexpr, BD: tl.constexpr,

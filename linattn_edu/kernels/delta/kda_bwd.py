@@ -27,9 +27,7 @@ def kda_output_bwd_kernel(
     dqg_ptr,  # [B, T, HV, K] out
     dP_ptr,  # [B, T, HV, BT] out
     scale,
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -80,9 +78,7 @@ def kda_wy_bwd_kernel(
     dL_ptr,  # [B, T, HV, BT] out
     dbeta_ptr,  # [B, T, HV] out; with write [B, T, HV, V]
     dgl_ptr,  # [B, NT, HV, K] out
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip

@@ -88,9 +88,7 @@ def kda_scores_kernel(
     kd_ptr,  # [B, T, HV, K] out, or None
     kg_ptr,  # [B, T, HV, K] out, with kd
     qg_ptr,  # [B, T, HV, K] out, with kd
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr,
     HALVE: tl.constexpr,  # rows of the blocks on the diagonal: NONE, those that are FAR, or ALL
@@ -198,9 +196,7 @@ def load_blocks(L_ptr, S: tl.constexpr, N: tl.constexpr, BELOW: tl.constexpr, st
 def kda_inverse_kernel(
     L_ptr,  # [B, T, HV, BT] fp32, as kda_scores_kernel leaves it
     A_ptr,  # [B, T, HV, BT] out
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     HV: tl.constexpr,
     BT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip

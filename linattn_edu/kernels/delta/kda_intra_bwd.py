@@ -120,9 +120,7 @@ def kda_intra_bwd_near_kernel(
     dbeta_ptr,  # [B, T, HV] added to; with erase [B, T, HV, K] out
     dgc_ptr,  # [B, T, HV, K] out
     near_ptr,  # [B, NT, HV, NG] out: whether the channels of a group are near
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr,
     BN: tl.constexpr,  # all channels, in whole groups
@@ -202,8 +200,7 @@ def kda_intra_bwd_kernel(
     q_ptr, k_ptr, beta_ptr, erase_ptr, gc_ptr, dP_ptr, dL_ptr, dqg_ptr, dkb_ptr, dkg_ptr, dgl_ptr,
     dq_ptr, dk_ptr, dbeta_ptr, dgc_ptr,  # as of kda_intra_bwd_near_kernel; dP in 16 bit too
     near_ptr,  # [B, NT, HV, NG], or None: nothing is done yet
-    cu_ptr, chunks_ptr,
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr,
     HALVE: tl.constexpr,  # rows of the blocks on the diagonal: those that are FAR, or ALL

@@ -28,9 +28,7 @@ def output_kernel(
     P_ptr,  # [B, T, HV, BT], and q is qg of HV heads; or None: from q, k and gc
     o_ptr,  # [B, T, HV, V] out
     scale,
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip

@@ -145,8 +145,7 @@ def recurrent_kernel(
     slot_stride,  # from one slot of the pool to the next
     pool_slots,  # how many there are
     scale,
-    cu_ptr,  # [N + 1] or None
-    T,
+    cu_ptr, T,  # of columns_of
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
     NORM: tl.constexpr,  # divide q and k by their length
@@ -286,9 +285,7 @@ def recurrent_bwd_kernel(
     dgv_ptr,  # [B, T, HV, V] out, or None
     dh0_ptr,  # [N, HV, K, V] out
     scale,
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
-    T,
+    cu_ptr, offsets_ptr, T,  # of columns_of
     total,  # B * T
     BLOCK,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,

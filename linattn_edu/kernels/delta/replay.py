@@ -131,8 +131,7 @@ def replay_kernel(
     accepted_ptr,  # [N] or None
     slot_stride,  # from one slot of the pool to the next
     pool_slots,  # how many there are
-    scale,
-    T,
+    scale, T,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     G: tl.constexpr,  # gates of a head: 1 or K
     L: tl.constexpr, R: tl.constexpr,  # entries in use at most, and entries: T more at least

@@ -50,8 +50,7 @@ def rms_norm_gated_kernel(
     z_ptr,  # [n, G, D] or None, a row ROW numbers after the one before
     y_ptr,  # [n, G, D] out
     rstd_ptr,  # [n, G] out
-    n,
-    eps,
+    n, eps,
     ROW: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     BR: tl.constexpr, BD: tl.constexpr,
     BEFORE: tl.constexpr,  # the gate comes before the norm

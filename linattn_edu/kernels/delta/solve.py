@@ -149,9 +149,7 @@ def solve_kernel(
     k_ptr,  # [B, T, H, K]
     beta_ptr,  # [B, T, HV]
     A_ptr,  # [B, T, HV, BT] out
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -174,9 +172,7 @@ def solve_kernel(
 def solve_tril_kernel(
     L_ptr,  # [B, T, HV, BT]
     A_ptr,  # [B, T, HV, BT] out
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     HV: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).

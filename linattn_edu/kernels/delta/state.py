@@ -35,9 +35,7 @@ def state_kernel(
     h_ptr,  # [B, NT, HV, K, V] out: state entering each chunk
     v_new_ptr,  # [B, T, HV, V] out, or None with w
     ht_ptr,  # [N, HV, K, V] out, or None
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
-    T,
+    cu_ptr, offsets_ptr, T,  # of columns_of
     stride_t,  # of gc and gs, between tokens
     stride_h,  # and between heads
     others,  # programs of the grid before these

@@ -37,9 +37,7 @@ def state_bwd_kernel(
     dv_ptr,  # [B, T, HV, V] out, or None
     dh0_ptr,  # [N, HV, K, V] out
     scale,
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
-    T,
+    cu_ptr, offsets_ptr, T,  # of columns_of
     stride_t,  # of gc, between tokens
     stride_h,  # and between heads
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -126,9 +124,7 @@ def kda_state_bwd_kernel(
     dv_ptr,  # [B, T, HV, V] out
     dh0_ptr,  # [N, HV, K, V] out
     scale,
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
-    T,
+    cu_ptr, offsets_ptr, T,  # of columns_of
     stride_t,  # of gc, between tokens
     stride_h,  # and between heads
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,

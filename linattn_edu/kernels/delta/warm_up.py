@@ -24,8 +24,7 @@ def bound_kernel(
     beta_ptr,  # [B, T, HV]; or R [B, T, HV, BT], on whose diagonal it is
     gc_ptr,  # [B, T, HV] log2
     bound_ptr,  # [NR, N, HV] out
-    cu_ptr,  # [N + 1] or None
-    T,
+    cu_ptr, T,  # of sequence_of
     tokens,  # B * T
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, NR: tl.constexpr,

@@ -102,9 +102,7 @@ def dplr_scores_kernel(
     L_ptr,  # [B, T, H, BT] out, fp32: -ab
     ak_ptr, qb_ptr, qk_ptr,  # [B, T, H, BT] out
     qg_ptr, kg_ptr, ag_ptr, bg_ptr,  # [B, T, H, K] out
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     H: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr,
     HALVE: tl.constexpr,  # rows of the blocks on the diagonal: those that are FAR, or ALL

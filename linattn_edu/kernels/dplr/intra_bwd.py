@@ -30,9 +30,7 @@ def dplr_rows_bwd_kernel(
     dqg_ptr, dkg_ptr, dag_ptr, dbg_ptr,  # [B, T, H, K] out
     dgl_ptr,  # [B, NT, H, K] out, fp32
     scale,
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -210,9 +208,7 @@ def dplr_intra_bwd_kernel(
     dgl_ptr,  # [B, NT, H, K]
     dq_ptr, dk_ptr, da_ptr, db_ptr,  # [B, T, H, K] out
     dgc_ptr,  # [B, T, H, K] out, fp32
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     H: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr,
     HALVE: tl.constexpr,  # rows of the blocks on the diagonal: those that are FAR, or ALL

@@ -35,8 +35,7 @@ def dplr_recurrent_kernel(
     o_ptr,  # [B, T, H, V] out
     ht_ptr,  # [N, H, K, V] out
     scale,
-    cu_ptr,  # [N + 1] or None
-    T,
+    cu_ptr, T,  # of columns_of
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
     REVERSE: tl.constexpr,
@@ -89,14 +88,10 @@ def dplr_recurrent_bwd_kernel(
     dq_ptr,  # [NV, B, T, H, K] out, as dk, da, db and dgk
     dk_ptr,
     dv_ptr,  # [B, T, H, V] out
-    da_ptr,
-    db_ptr,
-    dgk_ptr,
+    da_ptr, db_ptr, dgk_ptr,
     dh0_ptr,  # [N, H, K, V] out
     scale,
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
-    T,
+    cu_ptr, offsets_ptr, T,  # of columns_of
     total,  # B * T
     BLOCK,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,

@@ -37,8 +37,7 @@ def dplr_scan_kernel(
     scale,
     offsets_ptr,  # [N + 1] or None
     rows_ptr,  # the sequences of cu_ptr that are gone through [N], or None: all
-    cu_ptr,  # [N + 1] or None
-    T,
+    cu_ptr, T,  # of sequence_of
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     ROW: tl.constexpr,  # from row to row of ht_ptr
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,

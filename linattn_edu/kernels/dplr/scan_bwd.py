@@ -35,8 +35,7 @@ def dplr_scan_bwd_kernel(
     scale,
     offsets_ptr,  # [N + 1] or None
     rows_ptr,  # the sequences of cu_ptr that are gone through [N], or None: all
-    cu_ptr,  # [N + 1] or None
-    T,
+    cu_ptr, T,  # of sequence_of
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     ROW: tl.constexpr,  # from row to row of dh0_ptr
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,

@@ -205,8 +205,8 @@ def _launch_intra(
     """
     (_, T, H, K), (HV, V) = given[0].shape, given[2].shape[2:]
     kind = kind_of(given[0], HV, V, chunk_size, packing, (*given[:3], *given[5:]))
-    gluon = low is None and by_kind.intra_chunk_bwd(kind).takes == "gluon"
-    if gluon and gdn_intra_bwd.intra_bwd_gluon(given, out, scale):
+    gluon = by_kind.intra_chunk_bwd(kind, low is not None).takes == "gluon"
+    if gluon and gdn_intra_bwd.intra_bwd_gluon(given, out, scale, low):
         return
     dq, dk, dbeta, dgc = out
     sums = (None, None)

@@ -24,7 +24,6 @@ from linattn_edu.kernels.tiles import (
     cdiv,
     dot,
     dot_left,
-    dot_right,
     first_state,
     load_gate,
     load_row,
@@ -41,9 +40,6 @@ def scan_kernel(
     gc_ptr,  # [B, T, HV] log2
     P_ptr, R_ptr,  # [B, T, HV, BT]
     h0_ptr,  # [N, HV, K, V] or None
-    beta_ptr,  # [B, T, HV], with low halves: R is without it; or None
-    P_low_ptr,  # [B, T, HV, BT] or None
-    R_low_ptr,  # [B, T, HV, BT] or None
     o_ptr,  # [B, T, HV, V] out
     ht_ptr,  # [N, HV, K, V] out, or None
     scale,
@@ -66,8 +62,6 @@ def scan_kernel(
     P_ptr += (first * HV + i_h) * BT
     R_ptr += (first * HV + i_h) * BT
     gc_ptr += first * HV + i_h
-    FINE: tl.constexpr = R_low_ptr is not None
-    i_low = (first * HV + i_h) * BT
 
     o_t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, BT, BK, BV, False)
 
@@ -82,28 +76,18 @@ def scan_kernel(
         b_last = tl.load(gc_ptr + (tl.minimum(BT, n_t) - 1) * HV)
         b_h = cast(b_S, b_k.dtype)
 
-        b_R_low, b_P_low = None, None
-        if FINE:
-            b_R_low = load_tile(R_low_ptr + i_low, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
-            b_P_low = load_tile(P_low_ptr + i_low, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
-            b_beta = load_row(beta_ptr + i_low // BT, o_t, HV, n_t)  # [BT]
-            i_low += BT * HV * BT
-
         # eq:delta-residual   W = V - diag(2^gc) K S
-        b_kS = dot_right(b_k, None, b_S, None, FINE)
-        b_W = b_v.to(tl.float32) - tl.exp2(b_gc)[:, None] * b_kS
-        if FINE:
-            b_W *= b_beta[:, None]
+        b_W = b_v.to(tl.float32) - tl.exp2(b_gc)[:, None] * dot(b_k, b_h)
         # eq:delta-v-new   v_new = R W
-        b_v = dot_right(b_R, b_R_low, b_W, None, FINE)
+        b_v = dot(b_R, cast(b_W, b_R.dtype))
         # eq:delta-inter   diag(2^gc) Q S
         b_o = tl.exp2(b_gc)[:, None] * dot(b_q, b_h)
         # eq:delta-output   o = scale (inter + P v_new)
-        b_o = scale * dot_right(b_P, b_P_low, b_v, b_o, FINE)
+        b_o = scale * dot(b_P, cast(b_v, b_P.dtype), b_o)
         store_tile(o_ptr, b_o, o_t, o_v, HV * V, tl.where(i_t < skip, 0, n_t), V)
         # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
         b_v *= tl.exp2(b_last - b_gc)[:, None]
-        b_S = dot_right(tl.trans(b_k), None, b_v, b_S * tl.exp2(b_last), FINE)
+        b_S = dot(tl.trans(b_k), cast(b_v, b_k.dtype), b_S * tl.exp2(b_last))
 
         q_ptr += BT * H * K
         k_ptr += BT * H * K
@@ -119,13 +103,14 @@ def scan_kernel(
 
 @triton.jit(do_not_specialize=["T", "N"])
 def scan_transposed_kernel(
-    q_ptr, k_ptr, v_ptr, gc_ptr, P_ptr, R_ptr, h0_ptr, beta_ptr, P_low_ptr, R_low_ptr, o_ptr,
-    ht_ptr, scale, warmup_ptr, cu_ptr, offsets_ptr, T, N,
+    q_ptr, k_ptr, v_ptr, gc_ptr, P_ptr, R_ptr, h0_ptr,  # as of scan_kernel
+    beta_ptr,  # [B, T, HV], with low halves: R is without it; or None
+    P_low_ptr, R_low_ptr,  # [B, T, HV, BT], or None
+    o_ptr, ht_ptr, scale, warmup_ptr, cu_ptr, offsets_ptr, T, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """scan_kernel, whose arguments it has, with S^T [BV, BK] in the place of S and the same sums in
-    the same order.
+    """scan_kernel with S^T [BV, BK] in the place of S and the same sums in the same order.
 
     What a product makes is the first operand of the next and stays in registers: the shared memory
     of two programs fits a multiprocessor, and one works while the other waits.
@@ -186,8 +171,7 @@ def scan_map_kernel(
     map_ptr,  # [NP, HV, K, ROW] out: S_ext, and M where W is V + K
     left_ptr,  # [NP, HV, NW] of span_of, with NEAR out; or None
     rows_ptr,  # [NP] or None
-    cu_ptr,  # [N + 1] or None
-    T,
+    cu_ptr, T,  # of span_of
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     ROW: tl.constexpr,  # from row to row of map_ptr
     NEAR: tl.constexpr, NW: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -234,13 +218,10 @@ SCAN_CONFIGS = scan_table(
 )
 
 
-# with low halves: twice the matrices of a chunk, and products of two halves; 128 values transposed
-HALVES_CONFIGS = tuple(row(4, 2, BV=n) for n in (64, 32, 16))
-HALVES_WIDE = row(8, 2, BV=128), *HALVES_CONFIGS
-
-
 # of 64 values; with more chunks in flight there would be no room for a second program
-TRANSPOSED, HALVES_TRANSPOSED = ({"num_warps": 4, "num_stages": n} for n in (2, 1))
+TRANSPOSED = {"num_warps": 4, "num_stages": 2}
+# with low halves, which take room: of 128 values where that leaves programs enough, else of 64
+HALVES = row(8, 2, BV=128), row(4, 1, BV=64)
 
 
 def entering(
@@ -309,14 +290,15 @@ def scan(
         return o, pieces.last(last)
     for i, skipped in enumerate(warmup):
         heads = (pieces.batch if i else pieces.N) * HV
-        rows = SCAN_CONFIGS if low is None else HALVES_WIDE if V > 64 else HALVES_CONFIGS
-        _, config = scan_launch(rows, k, heads, V)
-        programs = pieces.N * HV * cdiv(V, config["BV"])
-        halves, sizes = (None,) * 3 if low is None else (beta, *low), (config["BK"], config["BV"])
-        full = by_load.transposed(load, programs, *sizes).takes == "transposed"
-        kernel = scan_transposed_kernel if full else scan_kernel
-        if full and config["BV"] == 64:
-            config |= TRANSPOSED if low is None else HALVES_TRANSPOSED
+        _, config = scan_launch(SCAN_CONFIGS if low is None else HALVES[V <= 64 :], k, heads, V)
+        programs, halves = pieces.N * HV * cdiv(V, config["BV"]), (beta, *(low or (None, None)))
+        if low is None:
+            choice = by_load.transposed(load, programs, config["BK"], config["BV"])
+            halves = (None,) * 3 if choice.takes == "transposed" else ()
+            config |= TRANSPOSED if halves else {}
+        elif K <= 64 or C < 64:  # never 1 stage: see above
+            config["num_stages"] = 2
+        kernel = scan_transposed_kernel if halves else scan_kernel
         kernel[(programs,)](
             *given, *halves, o, last, scale, skipped, *pieces.places, pieces.N, H, HV, K, V, BT=C,
             **config,

@@ -11,7 +11,7 @@ from torch import Tensor
 from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, span_of, store_map
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
 from linattn_edu.kernels.delta.warm_up import way_of
-from linattn_edu.kernels.fused.gdn_fwd import HALVES_CONFIGS, SCAN_CONFIGS, entering, scan_map
+from linattn_edu.kernels.fused.gdn_fwd import SCAN_CONFIGS, entering, scan_map
 from linattn_edu.kernels.gluon.kernels import gdn_scans
 from linattn_edu.kernels.pieces import Pieces, whole_of
 from linattn_edu.kernels.routes import Load, by_load, kind_of, load_of, scan_launch
@@ -222,8 +222,7 @@ def scan_map_bwd_kernel(
     left_ptr,  # [NP, HV, NW] of span_of, with NEAR out; or None
     scale,
     rows_ptr,  # [NP] or None
-    cu_ptr,  # [N + 1] or None
-    T,
+    cu_ptr, T,  # of span_of
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     ROW: tl.constexpr,  # from row to row of map_ptr
     NEAR: tl.constexpr, NW: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -251,6 +250,7 @@ def scan_map_bwd_kernel(
 SCAN = (row(4, 2, BV=64),)  # rows of dS^T: a product of fewer would leave tensor cores idle
 # with halves a program fills a multiprocessor's shared memory: wide ones where there are enough
 HALVES_BACK = row(8, 2, BV=128), *SCAN
+HALVES_FORTH = tuple(row(4, 2, BV=n) for n in (64, 32, 16))
 
 
 class Scans(NamedTuple):
@@ -350,7 +350,7 @@ def _launch_forth(x: Scans, gluon: bool, pieces: Pieces, warmup: Tensor | None, 
     if gluon and gdn_scans.scan_states_gluon(x.forth, warmup, pieces):
         return
     H, HV, K, V = x.sizes
-    table = HALVES_CONFIGS if low else SCAN_CONFIGS
+    table = HALVES_FORTH if low else SCAN_CONFIGS
     _, config = scan_launch(table, x.k, (pieces.N if wide else pieces.batch) * HV, V)
     scan_states_kernel[(pieces.N * HV * cdiv(V, config["BV"]),)](
         *x.forth, *(low or (None, None)), warmup, *pieces.places, pieces.N, 1, H, HV, K, V,

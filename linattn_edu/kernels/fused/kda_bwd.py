@@ -39,7 +39,7 @@ def kda_outer_bwd_kernel(
     dP_ptr, dL_ptr,  # [B, T, HV, BT] out
     dqg_ptr, dkb_ptr, dkg_ptr,  # [B, T, HV, K] out
     dgl_ptr,  # [B, NT, HV, K] out
-    dbeta_ptr,  # [B, T, HV] out, without write
+    dbeta_ptr, written_ptr,  # [B, T, HV] out, without write
     dv_ptr, dwrite_ptr,  # [B, T, HV, V] out, with write
     scale,
     cu_ptr, chunks_ptr, T,  # of chunk_of
@@ -63,6 +63,8 @@ def kda_outer_bwd_kernel(
     b_x = joined(b_Z, b_Z_low)
     if write_ptr is None:
         tl.store(dbeta_ptr + i + o_t * HV, tl.sum(b_x * b_v, 1), mask=o_t < n_t)
+        b_x *= joined(b_new, b_low)
+        tl.store(written_ptr + i + o_t * HV, tl.sum(b_x, 1), mask=o_t < n_t)
     else:
         # dw = Z * V, dV = w * Z
         store_tile(dwrite_ptr + i * V, b_x * b_v, o_t, o_v, HV * V, n_t, V)
@@ -122,14 +124,14 @@ def kda_outer_bwd(
     dP = new(B, T, HV, chunk_size)
     dL = torch.empty_like(dP, dtype=None if fine else v.dtype)
     rows, dgl = tuple(new(B, T, HV, K) for _ in range(3)), new(*h.shape[:4])
-    dbeta = new(B, T, HV) if write is None else None
+    sums = tuple(new(B, T, HV) if write is None else None for _ in range(2))
     gates = tuple(None if write is None else torch.empty_like(x) for x in (v, write))
     NT, *chunks = chunk_args(v, chunk_size, packing)
     kda_outer_bwd_kernel[(NT * HV,)](
-        v, do, write, h, dh, v_new, Z, dP, dL, *rows, dgl, dbeta, *gates, scale, *chunks, T, HV,
-        K, V, BT=chunk_size, BV=block(V), FINE=fine, **OUTER_OPTIONS,
+        v, do, write, h, dh, v_new, Z, dP, dL, *rows, dgl, *sums, *gates, scale, *chunks, T,
+        HV, K, V, BT=chunk_size, BV=block(V), FINE=fine, **OUTER_OPTIONS,
     )  # fmt: skip
-    return dP, dL, *rows, dgl, dbeta, *(() if write is None else gates)
+    return dP, dL, *rows, dgl, *(sums if write is None else (None, *gates))
 
 
 def kda_fused_intra_bwd(
@@ -148,18 +150,20 @@ def kda_fused_intra_bwd(
     scale: float,
     chunk_size: int,
     packing: Packing | None = None,
+    fine: bool = False,
 ) -> tuple[Tensor, ...]:
     """Launch the kernel in Gluon, and kda_intra_bwd_kernel for the channels that are not near, or
     else kda_outer_bwd and kda_intra_bwd; arguments and result as in the reference, but that Z may
-    be overwritten.
+    be overwritten; fine: v_new and Z are in halves, as of kda_fused_scans.
     """
     given = q, k, v, beta, gc, h, v_new, do, dh, Z, write
-    return _launch(given, scale, chunk_size, packing, False)[0]
+    return _launch(given, scale, chunk_size, packing, False, fine)[0]
 
 
 def _launch(
-    given: tuple[Tensor, ...], scale: float, chunk_size: int, packing: Packing | None, summed: bool
-) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    given: tuple[Tensor, ...], scale: float, chunk_size: int, packing: Packing | None,
+    summed: bool, fine: bool,
+) -> tuple[tuple[Tensor, ...], Tensor | None]:  # fmt: skip
     """What kda_fused_intra_bwd returns; and, where dgc of near channels is dg already, near.
 
     summed: whether that may be so.
@@ -169,7 +173,8 @@ def _launch(
     own, erase = strength(beta)
     kind = kind_of(q, HV, V, chunk_size, packing, (q, k, v, gc, h, v_new, do, dh, Z))
     gates = () if write is None else (erase.dtype, write.dtype)
-    if by_kind.kda_fused_intra_bwd(kind, *gates).takes == "gluon":
+    precision = "halves" if fine else "tf32x3"
+    if by_kind.kda_fused_intra_bwd(kind, fine, *gates).takes == "gluon":
         dq, dk = (v.new_empty(B, T, HV, K, dtype=shared_dtype(q, HV)) for _ in range(2))
         dbeta = torch.empty_like(beta, dtype=torch.float32 if write is None else None)
         dv, dwrite = (None if write is None else torch.empty_like(x) for x in (v, write))
@@ -177,16 +182,20 @@ def _launch(
         near = k.new_empty(dgl.shape[:3].numel(), cdiv(K, GROUP.value), dtype=torch.int8)
         tensors = q, k, v, own, erase, gc, h, v_new, do, dh, Z, write
         out = dgl, dq, dk, dbeta, dgc, dv, dwrite
-        if kda_intra_bwd_gluon.kda_intra_bwd_gluon(tensors, out, near, scale, summed):
-            # a chunk's Z was read before dP and dL were written
-            inner = Z, Z[..., chunk_size:], dq, dk, dgc, dgl
-            tensors = q, k, beta, gc, *inner, dq, dk, dbeta, dgc
-            found = launch_pairs(tensors, near, packing, chunk_size, V, summed=True)
+        # a chunk's Z is read before dP and dL are written
+        dP = Z.view(torch.float32) if fine else Z
+        inner = dP, dP[..., chunk_size:]
+        if kda_intra_bwd_gluon.kda_intra_bwd_gluon(tensors, out, near, inner, scale, summed, fine):
+            tensors = q, k, beta, gc, *inner, dq, dk, dgc, dgl, dq, dk, dbeta, dgc
+            found = launch_pairs(tensors, near, packing, chunk_size, V, True, precision)
             return found if write is None else (*found, dv, dwrite), near if summed else None
-    outer = kda_outer_bwd(
-        v, h, v_new, do, dh, Z, write, scale=scale, chunk_size=chunk_size, packing=packing
-    )
-    return (*kda_intra_bwd(q, k, beta, gc, *outer[:7], packing=packing), *outer[7:]), None
+    options = {"scale": scale, "chunk_size": chunk_size, "packing": packing, "fine": fine}
+    outer = kda_outer_bwd(v, h, v_new, do, dh, Z, write, **options)
+    options = {"packing": packing, "precision": precision}
+    dq, dk, dbeta, dgc = kda_intra_bwd(q, k, beta, gc, *outer[:7], **options)
+    if fine and write is None:  # beta dbeta = rowsum(Z * v_new), without the states' rounding
+        dbeta = torch.where(beta > 0.5, outer[7] / beta, dbeta)
+    return (dq, dk, dbeta, dgc, *(() if write is None else outer[7:])), None
 
 
 def kda_intra_gate_bwd(
@@ -209,12 +218,14 @@ def kda_intra_gate_bwd(
     lower_bound: float | None = None,
     chunk_size: int,
     packing: Packing | None = None,
+    fine: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Launch kda_fused_intra_bwd's kernels, the one in Gluon so that it sums dgc of near channels
-    itself, and gate_bwd_kernel; arguments and result as in the reference, but Z is overwritten.
+    itself, and gate_bwd_kernel; arguments and result as in the reference and kda_fused_intra_bwd,
+    but Z is overwritten.
     """
     given = q, k, v, beta, gc, h, v_new, do, dh, Z, write
-    (dq, dk, dbeta, dgc, *more), near = _launch(given, scale, chunk_size, packing, True)
+    (dq, dk, dbeta, dgc, *more), near = _launch(given, scale, chunk_size, packing, True, fine)
     dg, dA_log, ddt_bias = launch_gate_bwd(
         dgc, g, A_log, dt_bias, near, lower_bound, chunk_size, packing
     )

@@ -46,9 +46,7 @@ def ssd_bwd_dx_kernel(
     dx_ptr,  # [B, T, H, P] out
     sums_ptr,  # [3, H, B, T] out: dgc; dstep; m
     dD_ptr,  # [NT, TILES, H, P] out: of D [H, P]; or None
-    cu_ptr,  # [NS + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of tile_of
     tokens,  # B * T
     WHOLE: tl.constexpr,  # every chunk has as many tokens as it may
     PER: tl.constexpr,

@@ -22,9 +22,7 @@ def ssd_bwd_dc_kernel(
     parts_ptr,  # [SPLITS, B, T, G, N] out: of dC
     dgc_ptr,  # [H, B, T] out: by what a token reads of the state
     dlast_ptr,  # [B, NT, H, BC / BT] out: to be summed
-    cu_ptr,  # [NS + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of tile_of
     tokens,  # B * T
     WHOLE: tl.constexpr,  # every chunk has as many tokens as it may
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,

@@ -85,9 +85,7 @@ def chunk_scores_kernel(
     C_ptr, B_ptr,  # [B, T, G, N]
     seq_ptr,  # [B, T] or None
     S_ptr,  # [B, T, G, BT] out
-    cu_ptr,  # [NS + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     G: tl.constexpr, N: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One program: one chunk of one group.  Grid (NT * G).

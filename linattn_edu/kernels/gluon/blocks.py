@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from linattn_edu.kernels.gluon.layouts import MMA
 from linattn_edu.kernels.gluon.names import barrier
 
 
@@ -26,7 +27,18 @@ def product(a, b, acc, use_acc: gl.constexpr = True):
 
 
 @gluon.jit
-def operand(x, dtype: gl.constexpr, mma: gl.constexpr):
+def products(
+    a, a_low, b, b_low, acc, use_acc: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr
+):
+    """Begin acc + (a + a_low) @ (b + b_low), or without acc; LEFT, RIGHT: who has a low one."""
+    acc = product(a, b, acc, use_acc)
+    if LEFT:
+        acc = product(a_low, b, acc)
+    return product(a, b_low, acc) if RIGHT else acc
+
+
+@gluon.jit
+def operand(x, dtype: gl.constexpr, mma: gl.constexpr = MMA):
     """A product's result as another's first operand: every number stays in its thread."""
     return gl.convert_layout(x.to(dtype), gl.DotOperandLayout(0, mma, 2))
 
@@ -48,6 +60,12 @@ def in_halves(x, dtype: gl.constexpr):
     """x in fp32 as two numbers of 16 bit: x rounded, and what that cuts off."""
     high = rounded(x, dtype)
     return high, (x - high.to(gl.float32)).to(dtype)
+
+
+@gluon.jit
+def parted(x, dtype: gl.constexpr, FINE: gl.constexpr):
+    """With FINE in_halves; else x rounded, twice."""
+    return in_halves(x, dtype) if FINE else (x.to(dtype), x.to(dtype))
 
 
 @gluon.jit
@@ -147,9 +165,9 @@ def without_last(sums):
 
 
 @gluon.jit
-def own_dot(x, y, mma: gl.constexpr):
+def own_dot(x, y):
     """own_sums of x * y, both in shared memory."""
-    return own_sums(x.load(mma).to(gl.float32) * y.load(mma).to(gl.float32))
+    return own_sums(x.load(MMA).to(gl.float32) * y.load(MMA).to(gl.float32))
 
 
 @gluon.jit
@@ -193,10 +211,12 @@ def layout_of(dtype: torch.dtype, rows: int, columns: int) -> gl.NVMMASharedLayo
     return gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[dtype])
 
 
-def descriptor(x: Tensor, columns: int, rows: int = CHUNK) -> TensorDescriptor:
+def descriptor(x: Tensor | None, columns: int, rows: int = CHUNK) -> TensorDescriptor | None:
     """Of x as a matrix, for copies of such tiles: a row is a token of x [B, T, heads, columns], or
-    a key of states [B, NT, heads, K, V].
+    a key of states [B, NT, heads, K, V]; of None, None.
     """
+    if x is None:
+        return None
     x = x.view(-1, x.shape[-1] if x.ndim == 5 else x.shape[-2] * x.shape[-1])
     layout = layout_of(x.dtype, rows, columns)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)

@@ -30,6 +30,7 @@ from linattn_edu.kernels.gluon.blocks import (
     ring,
     without_last,
 )
+from linattn_edu.kernels.gluon.layouts import ALONG, MMA, ROWS, VECTOR
 from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record
 from linattn_edu.kernels.gluon.scan_frame import (
     again,
@@ -178,9 +179,8 @@ def times_transposed(x, o, y, i, zero):
 
 
 @gluon.jit
-def read_gradient(c: gl.constexpr, m, bars, i, z, turn, zero, scale, mma: gl.constexpr):
+def read_gradient(c: gl.constexpr, m, bars, i, z, turn, zero, scale):
     """Half c of dQ to the place of dO; dM's diagonal is in `parts`, sums of Q * dQ go behind it."""
-    rows: gl.constexpr = gl.SliceLayout(1, mma)
     k, q = m.ks.index(2 * i + c), m.qs.index(c + z)
     mbarrier.wait(bars.full_h, turn)
     mbarrier.wait(bars.full_M, turn)
@@ -189,11 +189,11 @@ def read_gradient(c: gl.constexpr, m, bars, i, z, turn, zero, scale, mma: gl.con
     mbarrier.arrive(bars.read_do, count=1)
     mbarrier.arrive(bars.used, count=1)
     # eq:delta-dq   dQ = scale diag(2^gc) dO S^T + dM K
-    b_dq *= gl.exp2(m.gates.index(2 * i).load(rows))[:, None] * scale
+    b_dq *= gl.exp2(m.gates.index(2 * i).load(ROWS))[:, None] * scale
     b_dq = warpgroup_mma_wait(0, [product(m.inner.index(z), k, b_dq)])
-    b_sums = gl.sum(own_sums(q.load(mma).to(gl.float32) * b_dq), 1)
-    m.parts.index(1 + c).store(gl.convert_layout(b_sums, rows))
-    b_dq += m.parts.index(0).load(rows)[:, None] * k.load(mma).to(gl.float32)
+    b_sums = gl.sum(own_sums(q.load(MMA).to(gl.float32) * b_dq), 1)
+    m.parts.index(1 + c).store(gl.convert_layout(b_sums, ROWS))
+    b_dq += m.parts.index(0).load(ROWS)[:, None] * k.load(MMA).to(gl.float32)
     mbarrier.wait(bars.read_do, turn)
     m.dos.index(2 * i + c).store(b_dq.to(m.dos.dtype))
     hand_over(bars.updated)
@@ -203,12 +203,10 @@ def read_gradient(c: gl.constexpr, m, bars, i, z, turn, zero, scale, mma: gl.con
 @gluon.jit
 def scan_back(w: gl.constexpr, m, bars, state, out, piece):
     """Half w of the values, by four warps: scan_bwd_kernel's sums."""
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = m.ks.dtype
-    zero = gl.full([64, 64], 0.0, gl.float32, mma)
+    zero = gl.full([64, 64], 0.0, gl.float32, MMA)
     NT = piece.NT
-    b_S1, b_S2 = load_state(state, NT, mma)
+    b_S1, b_S2 = load_state(state, NT)
     for i_t in range(NT):
         i, turn = i_t % 2, i_t & 1
         z = i_t >> 30  # 0, and the compiler cannot know, see gdn_intra_bwd
@@ -216,17 +214,17 @@ def scan_back(w: gl.constexpr, m, bars, state, out, piece):
         # eq:delta-dv-new   dv_new = scale P^T dO + diag(2^(gc_last - gc)) K dS
         mbarrier.wait(bars.full_k.index(i), i_t // 2 & 1)
         k1, k2 = m.ks.index(2 * i).permute((1, 0)), m.ks.index(2 * i + 1).permute((1, 0))
-        b_dv = product(operand(b_S1, dtype, mma), k1, zero, False)
-        b_dv = warpgroup_mma_wait(0, [product(operand(b_S2, dtype, mma), k2, b_dv)])
+        b_dv = product(operand(b_S1, dtype), k1, zero, False)
+        b_dv = warpgroup_mma_wait(0, [product(operand(b_S2, dtype), k2, b_dv)])
         mbarrier.wait(bars.full_do.index(i), i_t // 2 & 1)
-        b_do = do.permute((1, 0)).load(mma).to(gl.float32) * out.scale
-        b_last = gc.slice(63, 1).load(along)
-        b_dv *= gl.exp2(b_last - gc.load(along))[None, :]
+        b_do = do.permute((1, 0)).load(MMA).to(gl.float32) * out.scale
+        b_last = gc.slice(63, 1).load(ALONG)
+        b_dv *= gl.exp2(b_last - gc.load(ALONG))[None, :]
         mbarrier.wait(bars.full_P, turn)
-        b_dv = product(operand(b_do, dtype, mma), m.Ps.index(z), b_dv)
+        b_dv = product(operand(b_do, dtype), m.Ps.index(z), b_dv)
         b_dv = warpgroup_mma_wait(0, [b_dv])
         # eq:delta-z   Z = (A * G)^T dv_new
-        b_Z = product(operand(b_dv, dtype, mma), m.Ps.index(1 + z), zero, False)
+        b_Z = product(operand(b_dv, dtype), m.Ps.index(1 + z), zero, False)
         b_Z = warpgroup_mma_wait(0, [b_Z])
         mbarrier.wait(bars.used, turn ^ 1)  # Z and dS of the chunk after
         store_transposed(again(b_S1, i_t).to(dtype), m.dSs.index(w + z))
@@ -241,22 +239,22 @@ def scan_back(w: gl.constexpr, m, bars, state, out, piece):
         decay = gl.exp2(b_last)[None, :]
         b_S1 *= decay
         b_S2 *= decay
-        b_e = gl.exp2(gc.load(along))[None, :]
-        b_do = do.permute((1, 0)).load(mma).to(gl.float32) * out.scale
-        b_do = operand(b_e * b_do, dtype, mma)
+        b_e = gl.exp2(gc.load(ALONG))[None, :]
+        b_do = do.permute((1, 0)).load(MMA).to(gl.float32) * out.scale
+        b_do = operand(b_e * b_do, dtype)
         mbarrier.wait(bars.full_q, turn)
         b_S1 = product(b_do, m.qs.index(z), b_S1)
         b_S2 = product(b_do, m.qs.index(1 + z), b_S2)
         # eq:delta-dv   dV = diag(beta) Z
-        b_dv = beta.load(along)[None, :] * b_Z
+        b_dv = beta.load(ALONG)[None, :] * b_Z
         mbarrier.wait(bars.read_P, turn)
         store_transposed(b_dv.to(dtype), m.Ps.index(w + z))
         fence_async_shared()
         barrier()
         row = piece.first + chunk_at(i_t, NT, True) * 64
         async_store(out.dv_desc, [row, piece.i_h * 128 + w * 64], m.Ps.index(w + z))
-        b_e = gl.exp2(gc.load(along))[None, :]  # made again: registers are scarce
-        b_x = operand(-b_e * b_dv, dtype, mma)
+        b_e = gl.exp2(gc.load(ALONG))[None, :]  # made again: registers are scarce
+        b_x = operand(-b_e * b_dv, dtype)
         # with Triton 3.9 all would wait if these had not been waited for
         b_S1, b_S2 = warpgroup_mma_wait(0, [b_S1, b_S2])
         b_S1 = product(b_x, m.ks.index(2 * i), b_S1)
@@ -265,46 +263,45 @@ def scan_back(w: gl.constexpr, m, bars, state, out, piece):
         tma.store_wait(0)
         barrier()  # dV has left
         mbarrier.arrive(bars.empty_P, count=1)
-        read_gradient(w, m, bars, i, z, turn, zero, out.scale, mma)
+        read_gradient(w, m, bars, i, z, turn, zero, out.scale)
         async_store(out.dq_desc, [row, piece.i_k * 128 + w * 64], m.dos.index(2 * i + w))
     tma.store_wait(0)
     if state.i_end >= 0:
-        store_state(state, b_S1, b_S2, mma)
+        store_state(state, b_S1, b_S2)
 
 
 @gluon.jit
-def within(b_P, gc, z, mma: gl.constexpr):
+def within(b_P, gc, z):
     """b_P times the decay from column to row, its diagonal, and what is below that; above it b_P
     may be anything.
     """
-    o_i = gl.arange(0, 64, gl.SliceLayout(1, mma))[:, None] + z
-    o_j = gl.arange(0, 64, gl.SliceLayout(0, mma))[None, :]
-    b_d = gc.load(gl.SliceLayout(1, mma))[:, None] - gc.load(gl.SliceLayout(0, mma))[None, :]
+    o_i = gl.arange(0, 64, ROWS)[:, None] + z
+    o_j = gl.arange(0, 64, ALONG)[None, :]
+    b_d = gc.load(ROWS)[:, None] - gc.load(ALONG)[None, :]
     return b_P * gl.exp2(b_d), o_i == o_j, o_i > o_j
 
 
 @gluon.jit
-def key_gradient(c, m, i, z, a_dL, b_F, b_W, b_own, b_dbeta, mma: gl.constexpr):
+def key_gradient(c, m, i, z, a_dL, b_F, b_W, b_own, b_dbeta):
     """Half c of dK; parts of dgc, dbeta and dgc's last row.  b_F: Z S^T, b_W: v_new dS^T."""
-    rows: gl.constexpr = gl.SliceLayout(1, mma)
     k, q, gc = m.ks.index(2 * i + c), m.qs.index(c), m.gates.index(2 * i)
     beta = m.gates.index(2 * i + 1)
     # eq:fused-read   F = dL K - diag(2^gc) Z S^T, here times one of beta = one two
-    b_one, _ = significand(beta.load(rows)[:, None])
-    b_F = product(a_dL, k, b_F * -(b_one * gl.exp2(gc.load(rows))[:, None]))
+    b_one, _ = significand(beta.load(ROWS)[:, None])
+    b_F = product(a_dL, k, b_F * -(b_one * gl.exp2(gc.load(ROWS))[:, None]))
     # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
-    b_W *= gl.exp2(gc.slice(63, 1).load(rows) - gc.load(rows))[:, None]
-    b_k = k.load(mma).to(gl.float32)
+    b_W *= gl.exp2(gc.slice(63, 1).load(ROWS) - gc.load(ROWS))[:, None]
+    b_k = k.load(MMA).to(gl.float32)
     b_t = without_last(own_sums(b_k * b_W))
     # eq:fused-dk   dK = diag(beta) F + D
-    b_dk = b_W + b_own * q.load(mma).to(gl.float32)
+    b_dk = b_W + b_own * q.load(MMA).to(gl.float32)
     b_dgc = own_sums(b_k * b_dk) - b_t
     # eq:fused-write   D = dK_state + dM^T Q + (diag(beta) dL)^T K
     b_dk = product(m.inner.index(1 + z).permute((1, 0)), k, b_dk)
     b_dk = product(m.inner.index(z).permute((1, 0)), q, b_dk)
     b_F = warpgroup_mma_wait(2, [b_F])
-    b_k = k.load(mma).to(gl.float32)
-    _, b_two = significand(beta.load(rows)[:, None])
+    b_k = k.load(MMA).to(gl.float32)
+    _, b_two = significand(beta.load(ROWS)[:, None])
     b_KF = own_sums(b_k * b_F)
     b_F *= b_two
     # rounded once with the sum, as in intra_chunk_bwd: in one block of code with it
@@ -317,57 +314,51 @@ def key_gradient(c, m, i, z, a_dL, b_F, b_W, b_own, b_dbeta, mma: gl.constexpr):
 
 
 @gluon.jit
-def half_of_keys(c, m, bars, i, turn, zero, a_dL, b_own, mma: gl.constexpr):
+def half_of_keys(c, m, bars, i, turn, zero, a_dL, b_own):
     """Half c of dK to the place of k; parts of dgc, dbeta and dgc's last row."""
     z = c >> 30  # 0, as above
     i += z
     b_F = times_transposed(m.Zs, z, m.Ss, 2 * c, zero)
     b_W = times_transposed(m.news, z, m.dSs, 2 * c, zero)
-    b_through = own_dot(m.Ss.index(2 * c), m.dSs.index(2 * c), mma)
-    b_through += own_dot(m.Ss.index(2 * c + 1), m.dSs.index(2 * c + 1), mma)
-    b_last = m.gates.index(2 * i).slice(63, 1).load(gl.SliceLayout(1, mma))
+    b_through = own_dot(m.Ss.index(2 * c), m.dSs.index(2 * c))
+    b_through += own_dot(m.Ss.index(2 * c + 1), m.dSs.index(2 * c + 1))
+    b_last = m.gates.index(2 * i).slice(63, 1).load(ROWS)
     decay = gl.exp2(gl.max(b_last, 0))
-    b_dbeta = own_dot(m.Zs.index(c), m.vs.index(c), mma)
+    b_dbeta = own_dot(m.Zs.index(c), m.vs.index(c))
     b_F, b_W = warpgroup_mma_wait(0, [b_F, b_W])
-    b_dk, b_dgc, b_dbeta, b_t = key_gradient(c, m, i, z, a_dL, b_F, b_W, b_own, b_dbeta, mma)
+    b_dk, b_dgc, b_dbeta, b_t = key_gradient(c, m, i, z, a_dL, b_F, b_W, b_own, b_dbeta)
     if c == 1:
         barrier()  # no warp reads v_new, S, Z, dS or v any more
         mbarrier.arrive(bars.used, count=1)
     mbarrier.wait(bars.updated, turn)
     barrier()  # no warp reads the half of k any more
     m.ks.index(2 * i + c).store(b_dk.to(m.ks.dtype))
-    rows: gl.constexpr = gl.SliceLayout(1, mma)
     return (
-        gl.convert_layout(gl.sum(b_dgc, 1), rows) + m.parts.index(1 + c).load(rows),
-        gl.convert_layout(gl.sum(b_dbeta, 1), rows),
-        gl.convert_layout(gl.sum(b_through * decay + b_t, 1), rows),
+        gl.convert_layout(gl.sum(b_dgc, 1), ROWS) + m.parts.index(1 + c).load(ROWS),
+        gl.convert_layout(gl.sum(b_dbeta, 1), ROWS),
+        gl.convert_layout(gl.sum(b_through * decay + b_t, 1), ROWS),
     )
 
 
 @gluon.jit
 def store_sums(m, out, row, i_h):
     """dgc and dbeta of a chunk, of what was left in parts."""
-    vector: gl.constexpr = gl.SliceLayout(
-        0, gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
-    )
     ROW: gl.constexpr = out.ROW
-    o_t = gl.arange(0, 64, vector)
+    o_t = gl.arange(0, 64, VECTOR)
     o = (row + o_t).to(gl.int64) * ROW + i_h
     # eq:fused-dgc   dgc = q dq + beta k f - k d; dgc_last += sum k dk + 2^gc_last <dS, S>
-    b_through = gl.sum(m.parts.index(2).load(vector), 0)
-    gl.store(out.dgc_ptr + o, m.parts.index(0).load(vector) + gl.where(o_t == 63, b_through, 0.0))
+    b_through = gl.sum(m.parts.index(2).load(VECTOR), 0)
+    gl.store(out.dgc_ptr + o, m.parts.index(0).load(VECTOR) + gl.where(o_t == 63, b_through, 0.0))
     # eq:fused-dbeta   dbeta = rowsum(Z * V) + rowsum(K * F)
-    gl.store(out.dbeta_ptr + o, m.parts.index(1).load(vector).to(out.dbeta_ptr.dtype.element_ty))
+    gl.store(out.dbeta_ptr + o, m.parts.index(1).load(VECTOR).to(out.dbeta_ptr.dtype.element_ty))
 
 
 @gluon.jit
 def gradients(m, bars, out, piece):
     """All but dV and dQ of each chunk, by four warps: intra_chunk_bwd_kernel's sums."""
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    rows: gl.constexpr = gl.SliceLayout(1, mma)
     dtype: gl.constexpr = m.ks.dtype
-    zero = gl.full([64, 64], 0.0, gl.float32, mma)
-    sums = gl.full([64], 0.0, gl.float32, rows)
+    zero = gl.full([64, 64], 0.0, gl.float32, MMA)
+    sums = gl.full([64], 0.0, gl.float32, ROWS)
     NT = piece.NT
     for i_t in range(NT):
         i, turn = i_t % 2, i_t & 1
@@ -382,7 +373,7 @@ def gradients(m, bars, out, piece):
         mbarrier.wait(bars.full_k.index(i), i_t // 2 & 1)
         b_P = warpgroup_mma_wait(0, [b_P])
         # eq:delta-dm   dM = scale (dO v_new^T) * G
-        b_P, diagonal, below = within(b_P, m.gates.index(2 * i), z, mma)
+        b_P, diagonal, below = within(b_P, m.gates.index(2 * i), z)
         b_P *= out.scale
         # no decay acts on the diagonal: it must not be in the sums of dgc, where it would cancel
         b_own = gl.sum(gl.where(diagonal, b_P, 0.0), 1)
@@ -393,11 +384,11 @@ def gradients(m, bars, out, piece):
         mbarrier.wait(bars.full_Z, turn)
         b_P = warpgroup_mma_wait(0, [times_transposed(m.Zs, z, m.news, z, zero)])
         # eq:delta-dl   dL = -tril(Z v_new^T, -1) * G
-        b_P, diagonal, below = within(b_P, m.gates.index(2 * i), z, mma)
-        b_one, b_two = significand(m.gates.index(2 * i + 1).load(rows)[:, None])
+        b_P, diagonal, below = within(b_P, m.gates.index(2 * i), z)
+        b_one, b_two = significand(m.gates.index(2 * i + 1).load(ROWS)[:, None])
         b_P = gl.where(below, -b_P, 0.0) * b_one
         m.inner.index(1 + z).store((b_two * b_P).to(dtype))
-        a_dL = operand(b_P, dtype, mma)
+        a_dL = operand(b_P, dtype)
         fence_async_shared()
         barrier()
         mbarrier.wait(bars.full_h, turn)
@@ -405,7 +396,7 @@ def gradients(m, bars, out, piece):
         mbarrier.wait(bars.full_v, turn)
         b_dgc, b_dbeta, b_through = sums, sums, sums
         for c in range(2):
-            b_1, b_2, b_3 = half_of_keys(c, m, bars, i, turn, zero, a_dL, b_own, mma)
+            b_1, b_2, b_3 = half_of_keys(c, m, bars, i, turn, zero, a_dL, b_own)
             b_dgc, b_dbeta, b_through = b_dgc + b_1, b_dbeta + b_2, b_through + b_3
         m.parts.index(0).store(b_dgc)
         m.parts.index(1).store(b_dbeta)

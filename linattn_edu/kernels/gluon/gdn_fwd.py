@@ -34,6 +34,7 @@ from linattn_edu.kernels.gluon.gdn_solve import (
     resolvent,
     scores,
 )
+from linattn_edu.kernels.gluon.layouts import ALONG, MMA
 from linattn_edu.kernels.gluon.names import async_store, barrier, record, reinterpret
 from linattn_edu.kernels.gluon.scan_frame import (
     BV,
@@ -97,11 +98,10 @@ class BothGates:
 @gluon.jit
 def load_later(chunks, given, i_t, gates):
     """Load the last chunk that the rings take, once its place is empty; the next one's gates."""
-    STAGES: gl.constexpr = chunks.STAGES
-    n = i_t + (STAGES - 1)
+    n = i_t + (chunks.STAGES - 1)
     if (i_t > 0) & (n < chunks.NT):
-        i = n % STAGES
-        mbarrier.wait(chunks.empty.index(i), (n // STAGES & 1) ^ 1)
+        i = n % chunks.STAGES
+        mbarrier.wait(chunks.empty.index(i), (n // chunks.STAGES & 1) ^ 1)
         load_chunk(chunks, i, chunks.first + n * chunks.BT, given, gates)
         barrier()
         mbarrier.arrive(chunks.full.index(i), count=1)
@@ -117,21 +117,19 @@ def make_chunks(chunks, given, made, room, gcs, P_desc, A_desc, c_t, skip):
     LOADS: gl.constexpr = len(given) == 1
     AHEAD: gl.constexpr = LOADS or A_desc is None  # K K^T, unless A * G wants the registers
     ks, _, qs = chunks.rings
-    STAGES: gl.constexpr = chunks.STAGES
-    BT: gl.constexpr = chunks.BT
     dtype: gl.constexpr = ks.dtype
     if LOADS:
-        for n in range(gl.minimum(STAGES, chunks.NT)):
-            gates = given[0].of(n, chunks.NT, BT, False)
-            load_chunk(chunks, n % STAGES, chunks.first + n * BT, given[0], gates)
+        for n in range(gl.minimum(chunks.STAGES, chunks.NT)):
+            gates = given[0].of(n, chunks.NT, chunks.BT, False)
+            load_chunk(chunks, n % chunks.STAGES, chunks.first + n * chunks.BT, given[0], gates)
             barrier()
-            mbarrier.arrive(chunks.full.index(n % STAGES), count=1)
-        gates = given[0].of(STAGES, chunks.NT, BT, False)
+            mbarrier.arrive(chunks.full.index(n % chunks.STAGES), count=1)
+        gates = given[0].of(chunks.STAGES, chunks.NT, chunks.BT, False)
     if AHEAD:
         mbarrier.wait(chunks.full.index(0), 0)
         b_S = warpgroup_mma_wait(0, [pairs(ks.index(0), ks.index(0))])
     for i_t in range(chunks.NT):
-        i, j = i_t % STAGES, i_t % 2
+        i, j = i_t % chunks.STAGES, i_t % 2
         # 0, and the compiler cannot know, see gdn_intra
         z = i_t >> 30
         n_s, w_s, u_s = room.norms.index(z), room.norms.index(1 + z), room.norms.index(2 + z)
@@ -140,7 +138,7 @@ def make_chunks(chunks, given, made, room, gcs, P_desc, A_desc, c_t, skip):
         if AHEAD:
             b_P = pairs(qs.index(i), ks.index(i))
         else:
-            mbarrier.wait(chunks.full.index(i), i_t // STAGES & 1)
+            mbarrier.wait(chunks.full.index(i), i_t // chunks.STAGES & 1)
             b_S, b_P = scores(qs.index(i), ks.index(i))
         mbarrier.wait(made.empty.index(j), (i_t // 2 & 1) ^ 1)
         tma.store_wait(0)
@@ -161,7 +159,7 @@ def make_chunks(chunks, given, made, room, gcs, P_desc, A_desc, c_t, skip):
             fence_async_shared()
             barrier()
             if i_t >= skip:
-                at = [chunks.first + i_t * BT, c_t]
+                at = [chunks.first + i_t * chunks.BT, c_t]
                 async_store(P_desc, at, P_s)
                 async_store(A_desc, at, A_s)
         if AHEAD:
@@ -170,10 +168,10 @@ def make_chunks(chunks, given, made, room, gcs, P_desc, A_desc, c_t, skip):
 
 
 @gluon.jit
-def read_and_written(b_new, gate_s, dtype: gl.constexpr, mma: gl.constexpr):
+def read_and_written(b_new, gate_s, dtype: gl.constexpr):
     """v_new as P and as the state take it."""
-    b_w = b_new * gate_s.load(gl.SliceLayout(0, mma))[None, :]
-    return operand(b_new, dtype, mma), operand(b_w, dtype, mma)
+    b_w = b_new * gate_s.load(ALONG)[None, :]
+    return operand(b_new, dtype), operand(b_w, dtype)
 
 
 @gluon.jit
@@ -184,52 +182,45 @@ def scan_made(chunks, made, state, o_desc, out, scale, c_v, skip):
     """
     ks, vs, qs = chunks.rings
     gates, NT = chunks.gates, chunks.NT
-    K: gl.constexpr = state.K
-    V: gl.constexpr = state.V
-    BT: gl.constexpr = chunks.BT
-    BV: gl.constexpr = state.BV
-    STAGES: gl.constexpr = chunks.STAGES
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
-    along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = ks.dtype
-    HALVES: gl.constexpr = K // 64  # with one, nothing is done with the second
-    zero = gl.full([BV, 64], 0.0, gl.float32, mma)
+    HALVES: gl.constexpr = state.K // 64  # with one, nothing is done with the second
+    zero = gl.full([state.BV, 64], 0.0, gl.float32, MMA)
     b_S1, b_S2 = zero, zero
-    o_S = rows_of(state, mma)
+    o_S = rows_of(state)
     if state.first_ptr is not None:
-        h0_ptr = state.first_ptr + state.i_nh.to(gl.int64) * K * V
+        h0_ptr = state.first_ptr + state.i_nh.to(gl.int64) * state.K * state.V
         b_S1 = gl.load(h0_ptr + o_S).to(gl.float32)
         if HALVES == 2:
-            b_S2 = gl.load(h0_ptr + o_S + 64 * V).to(gl.float32)
+            b_S2 = gl.load(h0_ptr + o_S + 64 * state.V).to(gl.float32)
     for i_t in range(NT):
-        i, j = i_t % STAGES, i_t % 2
-        mbarrier.wait(chunks.full.index(i), i_t // STAGES & 1)
-        b_h1, b_h2 = operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
+        i, j = i_t % chunks.STAGES, i_t % 2
+        mbarrier.wait(chunks.full.index(i), i_t // chunks.STAGES & 1)
+        b_h1, b_h2 = operand(b_S1, dtype), operand(b_S2, dtype)
         # eq:delta-residual   W = V - diag(2^gc) K S
-        b_W = warpgroup_mma_wait(0, [keys_times_state(b_h1, b_h2, ks.index(i), zero, K)])
-        b_v = half(vs.index(i), state.W).permute((1, 0)).load(mma)
-        b_W = b_v.to(gl.float32) - gates.index(3 * i).load(along)[None, :] * b_W
+        b_W = warpgroup_mma_wait(0, [keys_times_state(b_h1, b_h2, ks.index(i), zero, state.K)])
+        b_v = half(vs.index(i), state.W).permute((1, 0)).load(MMA)
+        b_W = b_v.to(gl.float32) - gates.index(3 * i).load(ALONG)[None, :] * b_W
         # eq:delta-v-new   v_new = R W
         mbarrier.wait(made.full.index(j), i_t // 2 & 1)
-        b_new = product(operand(b_W, dtype, mma), made.Rs.index(j).permute((1, 0)), zero, False)
+        b_new = product(operand(b_W, dtype), made.Rs.index(j).permute((1, 0)), zero, False)
         b_new = warpgroup_mma_wait(0, [b_new])
         if HALVES == 1:  # before b_o takes registers
-            b_16, b_new = read_and_written(b_new, gates.index(3 * i + 1), dtype, mma)
+            b_16, b_new = read_and_written(b_new, gates.index(3 * i + 1), dtype)
         # eq:delta-inter   diag(2^gc) Q S
-        b_h1 = operand(again(b_S1, i_t), dtype, mma)
+        b_h1 = operand(again(b_S1, i_t), dtype)
         b_o = product(b_h1, half(qs.index(i), 0).permute((1, 0)), zero, False)
         if HALVES == 2:
             b_o = warpgroup_mma_wait(0, [b_o])
-            b_h2 = operand(again(b_S2, i_t), dtype, mma)
+            b_h2 = operand(again(b_S2, i_t), dtype)
             b_o = product(b_h2, half(qs.index(i), 1).permute((1, 0)), b_o)
-            b_16, b_new = read_and_written(b_new, gates.index(3 * i + 1), dtype, mma)
+            b_16, b_new = read_and_written(b_new, gates.index(3 * i + 1), dtype)
         b_o = warpgroup_mma_wait(0, [b_o])
         # eq:delta-output   o = scale (inter + P v_new)
-        b_o *= gates.index(3 * i).load(along)[None, :]
+        b_o *= gates.index(3 * i).load(ALONG)[None, :]
         b_o = warpgroup_mma_wait(0, [product(b_16, made.Ps.index(j).permute((1, 0)), b_o)])
         b_o = (scale * b_o).to(dtype)
         # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
-        decay = gates.index(3 * i).slice(BT - 1, 1).load(along)[None, :]
+        decay = gates.index(3 * i).slice(chunks.BT - 1, 1).load(ALONG)[None, :]
         b_S1 = product(b_new, half(ks.index(i), 0), b_S1 * decay)
         if HALVES == 2:
             b_S2 = product(b_new, half(ks.index(i), 1), b_S2 * decay)
@@ -244,13 +235,13 @@ def scan_made(chunks, made, state, o_desc, out, scale, c_v, skip):
         fence_async_shared()
         barrier()
         if i_t >= skip:
-            async_store(o_desc, [chunks.first + i_t * BT, c_v], out)
+            async_store(o_desc, [chunks.first + i_t * chunks.BT, c_v], out)
     tma.store_wait(0)
     if state.last_ptr is not None:
-        ht_ptr = state.last_ptr + state.i_end.to(gl.int64) * K * V
+        ht_ptr = state.last_ptr + state.i_end.to(gl.int64) * state.K * state.V
         gl.store(ht_ptr + o_S, b_S1)
         if HALVES == 2:
-            gl.store(ht_ptr + o_S + 64 * V, b_S2)
+            gl.store(ht_ptr + o_S + 64 * state.V, b_S2)
 
 
 @gluon.jit(do_not_specialize=["T", "N"])
@@ -341,7 +332,7 @@ def chunk_fwd_gluon(
     q, k, v, beta, gc, h0 = given
     o, ht, P, AG = out
     (H, K), (HV, V) = q.shape[2:], v.shape[2:]
-    inner = (x if x is None else descriptor(x, CHUNK) for x in (P, AG))
+    inner = (descriptor(x, CHUNK) for x in (P, AG))
     chunk_fwd_gluon_kernel[(pieces.N * HV,)](
         descriptor(q, K), descriptor(k, K), descriptor(v, V), *inner, descriptor(o, BV),
         beta, gc, h0, ht, scale, warmup, pieces.cu_seqlens, pieces.T, pieces.N, H, HV, K, V,

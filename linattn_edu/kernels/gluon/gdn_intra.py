@@ -265,7 +265,7 @@ def intra_gluon(
     load = load_of(kind_of(k, HV, 0, CHUNK, packing), k, packing)
     programs = by_load.intra_ring(load, NT, not near and whole(k, CHUNK, packing)).takes
     if programs:
-        out = (x if x is None else descriptor(x, CHUNK) for x in (P, R, A))
+        out = (descriptor(x, CHUNK) for x in (P, R, A))
         intra_chunk_ring_gluon_kernel[(programs * load.processors,)](
             descriptor(q, K), descriptor(k, K), *out, beta, gc, *go, NT, H, HV, K, CHUNK, gated,
             **OPTIONS_CHUNKS[programs],

@@ -25,14 +25,17 @@ from linattn_edu.kernels.gluon.blocks import (
     descriptor,
     gates_of_item,
     half,
+    in_halves,
     item_at,
     numbers,
     own_dot,
     own_sums,
     product,
+    products,
     ring,
     without_last,
 )
+from linattn_edu.kernels.gluon.layouts import ALONG, MMA, ROWS, VECTOR
 from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record
 from linattn_edu.kernels.gluon.support import ALLOCATE, attempt
 from linattn_edu.kernels.rows import device_of
@@ -51,6 +54,8 @@ class Source:
     do_desc: object
     dh_desc: object
     Z_desc: object
+    v_low_desc: object  # None, or the low halves of v_new and Z
+    Z_low_desc: object
     gc_ptr: object
     beta_ptr: object
 
@@ -63,11 +68,13 @@ class Memory:
     ks: object  # 64 keys each; dk leaves from there
     vs: object
     hs: object
-    news: object  # two: v_new
+    news: object  # two: v_new; with low halves one, and one of what follows
     dos: object  # two
     dhs: object
     Zs: object
-    inner: object  # dM, dL, diag(beta) dL
+    v_lows: object
+    Z_lows: object
+    inner: object  # dM, dL, diag(beta) dL; with low halves dM, diag(beta) dL, and theirs
     gates: object  # two: gc and beta
     own: object  # the diagonal of dM
     parts: object  # three sums of each group
@@ -77,7 +84,7 @@ class Memory:
 class Bars:
     """The mbarriers. Full: copies have come; two of them where there are two places."""
 
-    full_new: object  # two: do and v_new
+    full_new: object  # two: do and v_new; one with low halves
     gates_full: object  # two
     full_Z: object  # Z and v
     full_h: object
@@ -105,13 +112,17 @@ def load_tiles(source, m, bars, N, ROW: gl.constexpr, H: gl.constexpr, G: gl.con
                K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr):  # fmt: skip
     """The producer, a warp that loads, in the order in which the others read, for N items."""
     o_t = gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    FINE: gl.constexpr = source.Z_low_desc is not None
+    AHEAD: gl.constexpr = 0 if FINE else 1
     b_gc, b_beta = gates_of_item(source.gc_ptr, source.beta_ptr, 0, o_t, ROW, H, G, BT)
-    for n in range(N + 1):
-        if n > 0:
-            i_c, _, i_hv = item_at(n - 1, H, G)
+    for n in range(N + AHEAD):
+        if n >= AHEAD:
+            i_c, _, i_hv = item_at(n - AHEAD, H, G)
             i_S, column = (i_c * (H * G) + i_hv) * K, i_hv * V
-            mbarrier.wait(bars.empty_h, n & 1)
-            mbarrier.expect(bars.full_Z, 2 * BT * V * 2)
+            mbarrier.wait(bars.empty_h, (n + AHEAD & 1) ^ 1)
+            mbarrier.expect(bars.full_Z, (3 if FINE else 2) * BT * V * 2)
+            if FINE:
+                async_load(source.Z_low_desc, [i_c * BT, column], bars.full_Z, m.Z_lows.index(0))
             async_load(source.Z_desc, [i_c * BT, column], bars.full_Z, m.Zs.index(0))
             async_load(source.v_desc, [i_c * BT, column], bars.full_Z, m.vs.index(0))
             mbarrier.expect(bars.full_h, K * V * 2)
@@ -120,18 +131,20 @@ def load_tiles(source, m, bars, N, ROW: gl.constexpr, H: gl.constexpr, G: gl.con
             async_load(source.dh_desc, [i_S, 0], bars.full_dh, m.dhs.index(0))
         if n < N:  # one item further, to the place that the wait above has seen empty
             i_c, _, i_hv = item_at(n, H, G)
-            i, column = n % 2, i_hv * V
+            i, column = n % (1 + AHEAD), i_hv * V
             full = bars.full_new.index(i)
-            mbarrier.expect(full, 2 * BT * V * 2)
+            mbarrier.expect(full, (3 if FINE else 2) * BT * V * 2)
+            if FINE:
+                async_load(source.v_low_desc, [i_c * BT, column], full, m.v_lows.index(0))
             async_load(source.do_desc, [i_c * BT, column], full, m.dos.index(i))
             async_load(source.v_new_desc, [i_c * BT, column], full, m.news.index(i))
             m.gates.index(2 * i).store(b_gc)
             m.gates.index(2 * i + 1).store(b_beta)
             barrier()
             mbarrier.arrive(bars.gates_full.index(i), count=1)
-        if (n > 0) & ((n - 1) % G == 0):  # the place of q and k becomes empty last
-            i_c, i_h, _ = item_at(n - 1, H, G)
-            mbarrier.wait(bars.empty_k, ((n - 1) // G & 1) ^ 1)
+        if (n >= AHEAD) & ((n - AHEAD) % G == 0):  # the place of q and k becomes empty last
+            i_c, i_h, _ = item_at(n - AHEAD, H, G)
+            mbarrier.wait(bars.empty_k, ((n - AHEAD) // G & 1) ^ 1)
             mbarrier.expect(bars.full_k, 2 * BT * K * 2)
             for c in gl.static_range(K // 64):
                 at = [i_c * BT, i_h * K + c * 64]
@@ -144,18 +157,18 @@ def load_tiles(source, m, bars, N, ROW: gl.constexpr, H: gl.constexpr, G: gl.con
 
 
 @gluon.jit
-def leave_sums(parts, c: gl.constexpr, b_dgc, b_read, b_dbeta, b_through, rows: gl.constexpr):
+def leave_sums(parts, c: gl.constexpr, b_dgc, b_read, b_dbeta, b_through):
     """A group's part of dgc, of dbeta, and of what dgc's last row gets; b_read: rowsum(Q * dQ)."""
-    parts.index(3 * c).store(gl.convert_layout(gl.sum(b_dgc, 1) + gl.sum(b_read, 1), rows))
-    parts.index(3 * c + 1).store(gl.convert_layout(gl.sum(b_dbeta, 1), rows))
-    parts.index(3 * c + 2).store(gl.convert_layout(gl.sum(b_through, 1), rows))
+    parts.index(3 * c).store(gl.convert_layout(gl.sum(b_dgc, 1) + gl.sum(b_read, 1), ROWS))
+    parts.index(3 * c + 1).store(gl.convert_layout(gl.sum(b_dbeta, 1), ROWS))
+    parts.index(3 * c + 2).store(gl.convert_layout(gl.sum(b_through, 1), ROWS))
 
 
 @gluon.jit
-def whole(parts, i: gl.constexpr, GROUPS: gl.constexpr, vector: gl.constexpr):
+def whole(parts, i: gl.constexpr, GROUPS: gl.constexpr):
     """The i-th sum of all groups."""
-    x = parts.index(i).load(vector)
-    return x if GROUPS == 1 else x + parts.index(3 + i).load(vector)
+    x = parts.index(i).load(VECTOR)
+    return x if GROUPS == 1 else x + parts.index(3 + i).load(VECTOR)
 
 
 @gluon.jit
@@ -164,46 +177,62 @@ def store_sums(
     G: gl.constexpr, BT: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Add what the groups left of the n-th item: the first stores dgc, the last dbeta."""
-    vector: gl.constexpr = gl.SliceLayout(
-        0, gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
-    )
-    o_t = gl.arange(0, BT, vector)
+    o_t = gl.arange(0, BT, VECTOR)
     i_c, _, i_hv = item_at(n, H, G)
     o = (i_c * BT + o_t).to(gl.int64) * ROW + i_hv
     if c == 0:
         # eq:fused-dgc   dgc = q dq + beta k f - k d; dgc_last += sum k dk + 2^gc_last <dS, S>
-        b_through = gl.sum(whole(parts, 2, GROUPS, vector), 0)
-        b_dgc = whole(parts, 0, GROUPS, vector)
+        b_through = gl.sum(whole(parts, 2, GROUPS), 0)
+        b_dgc = whole(parts, 0, GROUPS)
         gl.store(dgc_ptr + o, b_dgc + gl.where(o_t == BT - 1, b_through, 0.0))
     if c == GROUPS - 1:
         # eq:fused-dbeta   dbeta = rowsum(Z * V) + rowsum(K * F)
-        b_dbeta = whole(parts, 1, GROUPS, vector)
+        b_dbeta = whole(parts, 1, GROUPS)
         gl.store(dbeta_ptr + o, b_dbeta.to(dbeta_ptr.dtype.element_ty))
 
 
 @gluon.jit
-def inside(
-    b_P, gc, beta, dM, dL, bL, own, c: gl.constexpr, scale, BT: gl.constexpr, mma: gl.constexpr
-):
+def factors(b_beta, FINE: gl.constexpr):
+    """beta = one two of significand, to round dL times one; with low halves beta, of which dL that
+    is multiplied by it must not be without, and 1.
+    """
+    if FINE:
+        return gl.where(gl.abs(b_beta) < 2.0**-60, 2.0**-60, b_beta), gl.zeros_like(b_beta) + 1.0
+    else:
+        return significand(b_beta)
+
+
+@gluon.jit
+def whole_half(x, low, c: gl.constexpr, FINE: gl.constexpr):
+    """Of x, and its low half, the c-th 64 columns in fp32."""
+    b_x = half(x, c).load(MMA).to(gl.float32)
+    return b_x + half(low, c).load(MMA).to(gl.float32) if FINE else b_x
+
+
+@gluon.jit
+def inside(b_P, gc, beta, m, z, c: gl.constexpr, scale, BT: gl.constexpr, FINE: gl.constexpr):
     """Of b_P = dO v_new^T make dM, its diagonal apart, with c = 1 of Z v_new^T dL."""
-    rows: gl.constexpr = gl.SliceLayout(1, mma)
-    along: gl.constexpr = gl.SliceLayout(0, mma)
-    o_i, o_j = gl.arange(0, BT, rows), gl.arange(0, BT, along)
+    o_i, o_j = gl.arange(0, BT, ROWS), gl.arange(0, BT, ALONG)
     below = o_i[:, None] > o_j[None, :]
-    b_d = gc.load(rows)[:, None] - gc.load(along)[None, :]
+    b_d = gc.load(ROWS)[:, None] - gc.load(ALONG)[None, :]
     b_P *= gl.exp2(b_d)  # above the diagonal anything
     if c == 0:
         # eq:delta-dm   dM = scale (dO v_new^T) * G
         b_P *= scale
         # no decay acts on the diagonal: it must not be in the sums of dgc, where it would cancel
-        own.store(gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_P, 0.0), 1))
-        dM.store(gl.where(below, b_P, 0.0).to(dM.dtype))
+        m.own.store(gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_P, 0.0), 1))
+        b_P = gl.where(below, b_P, 0.0)
     else:
         # eq:delta-dl   dL = -tril(Z v_new^T, -1) * G
-        b_one, b_two = significand(beta.load(rows))
+        b_one, b_two = factors(beta.load(ROWS), FINE)
         b_P = gl.where(below, -b_P, 0.0) * b_one[:, None]
-        dL.store(b_P.to(dL.dtype))
-        bL.store((b_two[:, None] * b_P).to(bL.dtype))
+    if FINE:
+        b_P, b_low = in_halves(b_P, m.inner.dtype)
+    m.inner.index(c + z).store(b_P.to(m.inner.dtype))
+    if FINE:
+        m.inner.index(2 + c + z).store(b_low)
+    elif c == 1:
+        m.inner.index(2 + z).store((b_two[:, None] * b_P).to(m.inner.dtype))
 
 
 # over 80 lines: the order of its products, waits and arithmetic is what it is about
@@ -212,14 +241,15 @@ def compute_keys(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
                  G: gl.constexpr, K: gl.constexpr, BT: gl.constexpr):  # fmt: skip
     """Of the keys the c-th 64, by four warps: intra_chunk_bwd_kernel's sums."""
     GROUPS: gl.constexpr = K // 64
-    # products that begin before a group waits for its last of v_new
-    BEGUN: gl.constexpr = 3 if G == 1 else 2
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    rows: gl.constexpr = gl.SliceLayout(1, mma)
-    zero = gl.full([BT, BT], 0.0, gl.float32, mma)
+    FINE: gl.constexpr = m.Z_lows is not None
+    PLACES: gl.constexpr = 1 if FINE else 2
+    # products that begin before a group waits for its last of v_new, with low halves more
+    MORE: gl.constexpr = 1 + FINE
+    BEGUN: gl.constexpr = 1 + MORE + (MORE if G == 1 else 0)
+    zero = gl.full([BT, BT], 0.0, gl.float32, MMA)
     b_dq, b_dk = zero, zero
     for n in range(N):
-        i = n % 2
+        i = n % PLACES
         # 0, and the compiler cannot know: else it makes the addresses of all products before the
         # loop, and they hold every register
         z = n >> 30
@@ -228,20 +258,26 @@ def compute_keys(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
         Z, v = m.Zs.index(z), m.vs.index(z)
         dM, dL, bL = m.inner.index(z), m.inner.index(1 + z), m.inner.index(2 + z)
         do, new = m.dos.index(i), m.news.index(i)
+        new_low, Z_low, dM_low, dL_low, bL_low = new, Z, dM, dL, bL
+        if FINE:
+            new_low, Z_low = m.v_lows.index(z), m.Z_lows.index(z)
+            dM_low, dL_low = bL, m.inner.index(3 + z)
+            bL, bL_low = dL, dL_low
         gc, beta = m.gates.index(2 * i), m.gates.index(2 * i + 1)
-        mbarrier.wait(bars.full_new.index(i), n // 2 & 1)
+        newT, newT_low = new.permute((1, 0)), new_low.permute((1, 0))
+        mbarrier.wait(bars.full_new.index(i), n // PLACES & 1)
         mbarrier.wait(bars.full_Z, n & 1)
         if c == 0:
-            b_P = product(do, new.permute((1, 0)), zero, False)
+            b_P = products(do, do, newT, newT_low, zero, False, False, FINE)
         if c == GROUPS - 1:
-            b_L = product(Z, new.permute((1, 0)), zero, False)
+            b_L = products(Z, Z_low, newT, newT_low, zero, False, FINE, FINE)
         mbarrier.wait(bars.full_h, n & 1)
         b_R = product(do, S.permute((1, 0)), zero, False)
-        b_F = product(Z, S.permute((1, 0)), zero, False)
+        b_F = products(Z, Z_low, S.permute((1, 0)), S, zero, False, FINE, False)
         mbarrier.wait(bars.full_dh, n & 1)
         if G == 1:
-            b_W = product(new, dS.permute((1, 0)), zero, False)
-        mbarrier.wait(bars.gates_full.index(i), n // 2 & 1)
+            b_W = products(new, new_low, dS.permute((1, 0)), dS, zero, False, FINE, False)
+        mbarrier.wait(bars.gates_full.index(i), n // PLACES & 1)
         if (n > 0) & (n % G == 0):  # what was stored last left from the place of q and k
             tma.store_wait(0)
             barrier()
@@ -250,25 +286,28 @@ def compute_keys(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
         if n > 0:
             store_sums(m.parts, c, out.dbeta_ptr, out.dgc_ptr, n - 1, ROW, H, G, BT, GROUPS)
         if c == 0:
-            b_P = warpgroup_mma_wait(BEGUN + 2 - GROUPS, [b_P])
-            inside(b_P, gc, beta, dM, dL, bL, m.own, 0, out.scale, BT, mma)
+            b_P = warpgroup_mma_wait(BEGUN + (2 - GROUPS) * (1 + 2 * FINE), [b_P])
+            inside(b_P, gc, beta, m, z, 0, out.scale, BT, FINE)
         if c == GROUPS - 1:
             b_L = warpgroup_mma_wait(BEGUN, [b_L])
-            inside(b_L, gc, beta, dM, dL, bL, m.own, 1, out.scale, BT, mma)
+            inside(b_L, gc, beta, m, z, 1, out.scale, BT, FINE)
         if G > 1:
-            b_W = product(new, dS.permute((1, 0)), zero, False)
+            b_W = products(new, new_low, dS.permute((1, 0)), dS, zero, False, FINE, False)
         fence_async_shared()
         barrier()
         mbarrier.arrive(bars.ready, count=1)
-        b_last = gl.max(gc.slice(BT - 1, 1).load(rows), 0)
-        b_through = own_dot(half(S, 0), half(dS, 0), mma)
+        b_last = gl.max(gc.slice(BT - 1, 1).load(ROWS), 0)
+        b_through = own_dot(half(S, 0), half(dS, 0))
         if GROUPS == 2:  # V = K
-            b_through += own_dot(half(S, 1), half(dS, 1), mma)
+            b_through += own_dot(half(S, 1), half(dS, 1))
         b_through *= gl.exp2(b_last)
-        b_dbeta = own_dot(half(Z, c), half(v, c), mma)
-        b_gc = gc.load(rows)[:, None]
-        b_one, b_two = significand(beta.load(rows)[:, None])
-        b_ones, b_twos = significand(beside(beta, b_dbeta))  # the same, for own_sums
+        b_Z = whole_half(Z, Z_low, c, FINE)
+        b_dbeta = own_sums(b_Z * half(v, c).load(MMA).to(gl.float32))
+        if FINE:
+            b_written = own_sums(b_Z * whole_half(new, new_low, c, FINE))
+        b_gc = gc.load(ROWS)[:, None]
+        b_one, b_two = factors(beta.load(ROWS)[:, None], FINE)
+        b_ones, b_twos = factors(beside(beta, b_dbeta), FINE)  # the same, for own_sums
         b_R, b_F, b_W = warpgroup_mma_wait(0, [b_R, b_F, b_W])
         barrier()
         mbarrier.arrive(bars.empty_h, count=1)
@@ -276,42 +315,46 @@ def compute_keys(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
         # rowsum(K * D) is what the sum has more than before
         mbarrier.wait(bars.full_k, n // G & 1)
         mbarrier.wait(bars.ready, n & 1)
-        b_own = m.own.load(rows)[:, None]
+        b_own = m.own.load(ROWS)[:, None]
         b_read = gl.zeros_like(b_through)
         if G == 1:
             b_dq, b_dk = zero, zero
         else:
             more = n % G > 0
             b_dq, b_dk = gl.where(more, b_dq, 0.0), gl.where(more, b_dk, 0.0)
-            b_read -= own_sums(q.load(mma).to(gl.float32) * b_dq)
+            b_read -= own_sums(q.load(MMA).to(gl.float32) * b_dq)
         b_e = gl.exp2(b_gc)
         # eq:delta-dq   dQ = scale diag(2^gc) dO S^T + dM K
-        b_dq = product(dM, k, b_dq + b_R * (b_e * out.scale))
+        b_dq = products(dM, dM_low, k, k, b_dq + b_R * (b_e * out.scale), True, FINE, False)
         # eq:fused-read   F = dL K - diag(2^gc) Z S^T, here times one of beta = one two
-        b_F = product(dL, k, b_F * -(b_one * b_e))
+        b_F = products(dL, dL_low, k, k, b_F * -(b_one * b_e), True, FINE, False)
         # eq:delta-dk-state   dK = diag(2^(gc_last - gc)) v_new dS^T
-        b_k = k.load(mma).to(gl.float32)
+        b_k = k.load(MMA).to(gl.float32)
         b_W *= gl.exp2(b_last - b_gc)
         b_t = without_last(own_sums(b_k * b_W))
         # eq:fused-dk   dK = diag(beta) F + D
-        b_dk += b_W + b_own * q.load(mma).to(gl.float32)
+        b_dk += b_W + b_own * q.load(MMA).to(gl.float32)
         b_dgc = own_sums(b_k * b_dk) - b_t
         # eq:fused-write   D = dK_state + dM^T Q + (diag(beta) dL)^T K
-        b_dk = product(bL.permute((1, 0)), k, b_dk)
-        b_dk = product(dM.permute((1, 0)), q, b_dk)
-        b_dq = warpgroup_mma_wait(3, [b_dq])
-        b_read += own_sums(q.load(mma).to(gl.float32) * b_dq)
-        b_k = k.load(mma).to(gl.float32)
+        bLT, bLT_low = bL.permute((1, 0)), bL_low.permute((1, 0))
+        b_dk = products(bLT, bLT_low, k, k, b_dk, True, FINE, False)
+        dMT, dMT_low = dM.permute((1, 0)), dM_low.permute((1, 0))
+        b_dk = products(dMT, dMT_low, q, q, b_dk, True, FINE, False)
+        b_dq = warpgroup_mma_wait(3 * MORE, [b_dq])
+        b_read += own_sums(q.load(MMA).to(gl.float32) * b_dq)
+        b_k = k.load(MMA).to(gl.float32)
         b_dq += b_own * b_k
-        b_F = warpgroup_mma_wait(2, [b_F])
+        b_F = warpgroup_mma_wait(2 * MORE, [b_F])
         b_KF = own_sums(b_k * b_F)
+        if FINE:  # beta rowsum(K * F), without the rounding of the states that F has
+            b_KF = gl.where(b_ones > 0.5, b_written - b_ones * b_dbeta, b_KF)
         b_dbeta += b_KF * (1.0 / b_ones)
         b_dgc += b_KF * b_twos
         b_F *= b_two
         b_dk = warpgroup_mma_wait(0, [b_dk])
         b_dgc -= own_sums(b_k * b_dk)
         b_dk += b_F
-        leave_sums(m.parts, c, b_dgc, b_read, b_dbeta, b_through + b_t, rows)
+        leave_sums(m.parts, c, b_dgc, b_read, b_dbeta, b_through + b_t)
         barrier()  # no warp reads what the halves share any more, nor its k and q
         mbarrier.arrive(bars.used, count=1)
         if (n + 1) % G == 0:
@@ -329,8 +372,9 @@ def compute_keys(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
 
 @gluon.jit(do_not_specialize=["NT"])
 def intra_chunk_bwd_gluon_kernel(
-    q_desc, k_desc, v_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc, dq_desc, dk_desc,
-    beta_ptr, gc_ptr, dbeta_ptr, dgc_ptr, scale,
+    q_desc, k_desc, v_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc,
+    v_low_desc, Z_low_desc,  # or None
+    dq_desc, dk_desc, beta_ptr, gc_ptr, dbeta_ptr, dgc_ptr, scale,
     NT,  # chunks of all sequences
     ROW: gl.constexpr,  # numbers between tokens in beta and gc, and in their gradients
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr,
@@ -356,12 +400,18 @@ def intra_chunk_bwd_gluon_kernel(
     GROUPS: gl.constexpr = K // 64
     G: gl.constexpr = HV // H
     N = gl.cdiv(NT * H - gl.program_id(0), gl.num_programs(0)) * G
+    FINE: gl.constexpr = Z_low_desc is not None
+    PLACES: gl.constexpr = 1 if FINE else 2
+    v_lows, Z_lows = None, None
+    if FINE:
+        v_lows, Z_lows = ring(v_low_desc, 1), ring(Z_low_desc, 1)
     m = Memory(
         ring(q_desc, GROUPS), ring(k_desc, GROUPS), ring(v_desc, 1), ring(h_desc, 1),
-        ring(v_new_desc, 2), ring(do_desc, 2), ring(dh_desc, 1), ring(Z_desc, 1), ring(dq_desc, 3),
-        numbers([4, BT]), numbers([BT]), numbers([3 * GROUPS, BT]),
+        ring(v_new_desc, PLACES), ring(do_desc, PLACES), ring(dh_desc, 1), ring(Z_desc, 1),
+        v_lows, Z_lows, ring(dq_desc, 3 + FINE), numbers([2 * PLACES, BT]), numbers([BT]),
+        numbers([3 * GROUPS, BT]),
     )  # fmt: skip
-    full_new, gates_full = bar_pairs(2, 1, 1)
+    full_new, gates_full = bar_pairs(PLACES, 1, 1)
     b = Bars(
         full_new, gates_full, bar(1), bar(1), bar(1), bar(1), bar(GROUPS), bar(GROUPS),
         bar(GROUPS), bar(GROUPS),
@@ -369,7 +419,8 @@ def intra_chunk_bwd_gluon_kernel(
     fence_async_shared()
     out = Out(dq_desc, dk_desc, dbeta_ptr, dgc_ptr, scale)
     source = Source(
-        q_desc, k_desc, v_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc, gc_ptr, beta_ptr
+        q_desc, k_desc, v_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc, v_low_desc,
+        Z_low_desc, gc_ptr, beta_ptr,
     )  # fmt: skip
     if GROUPS == 2:
         gl.warp_specialize([
@@ -390,7 +441,10 @@ OPTIONS = {n: {"num_warps": 4, "maxnreg": m, **ALLOCATE} for n, m in ((128, 168)
 
 @attempt
 def intra_bwd_gluon(
-    given: tuple[Tensor, ...], out: tuple[Tensor, Tensor, Tensor, Tensor], scale: float
+    given: tuple[Tensor, ...],
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+    scale: float,
+    low: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Launch intra_chunk_bwd_gluon_kernel on what intra_chunk_bwd is given; it writes dq, dk, dbeta
     and dgc. Tensors [B, T, heads, ...] may be views of some heads.
@@ -400,8 +454,8 @@ def intra_bwd_gluon(
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     NT = B * T // CHUNK
     keys, values, states = (64,), (V,), (V, K)
-    sizes = keys, keys, values, states, values, values, states, values, keys, keys
-    tensors = q, k, v, h, v_new, do, dh, Z, dq, dk
+    sizes = keys, keys, values, states, values, values, states, values, values, values, keys, keys
+    tensors = q, k, v, h, v_new, do, dh, Z, *(low or (None, None)), dq, dk
     descriptors = (descriptor(x, *size) for x, size in zip(tensors, sizes, strict=True))
     intra_chunk_bwd_gluon_kernel[(min(device_of(q)[1] * (128 // K), NT * H),)](
         *descriptors, beta, gc, dbeta, dgc, scale, NT, gc.stride(1), H, HV, K, V, CHUNK,

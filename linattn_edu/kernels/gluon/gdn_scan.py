@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from linattn_edu.kernels.gluon.blocks import CHUNK, descriptor, half, operand, product, ring
+from linattn_edu.kernels.gluon.layouts import ALONG, MMA
 from linattn_edu.kernels.gluon.names import async_store, barrier
 from linattn_edu.kernels.gluon.scan_frame import (
     BV,
@@ -37,62 +38,55 @@ def scan_chunks(chunks, state, o_desc, out, scale, c_v, skip):
     """Warps that compute: scan_transposed_kernel's sums in its order; S^T in halves of 64 keys."""
     ks, vs, Rs, qs, Ps = chunks.rings
     gates, full, empty, NT = chunks.gates, chunks.full, chunks.empty, chunks.NT
-    K: gl.constexpr = state.K
-    V: gl.constexpr = state.V
-    BT: gl.constexpr = chunks.BT
-    BV: gl.constexpr = state.BV
-    STAGES: gl.constexpr = chunks.STAGES
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
-    along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = ks.dtype
-    HALVES: gl.constexpr = K // 64  # with one, nothing is done with the second
-    zero = gl.full([BV, 64], 0.0, gl.float32, mma)
+    HALVES: gl.constexpr = state.K // 64  # with one, nothing is done with the second
+    zero = gl.full([state.BV, 64], 0.0, gl.float32, MMA)
     b_S1, b_S2 = zero, zero
-    o_S = rows_of(state, mma)
+    o_S = rows_of(state)
     if state.first_ptr is not None:
-        h0_ptr = state.first_ptr + state.i_nh.to(gl.int64) * K * V
+        h0_ptr = state.first_ptr + state.i_nh.to(gl.int64) * state.K * state.V
         b_S1 = gl.load(h0_ptr + o_S).to(gl.float32)
         if HALVES == 2:
-            b_S2 = gl.load(h0_ptr + o_S + 64 * V).to(gl.float32)
-    b_h1, b_h2 = operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
+            b_S2 = gl.load(h0_ptr + o_S + 64 * state.V).to(gl.float32)
+    b_h1, b_h2 = operand(b_S1, dtype), operand(b_S2, dtype)
     mbarrier.wait(full.index(0), 0)
     # (K S)^T of the first chunk
-    b_W = warpgroup_mma_wait(0, [keys_times_state(b_h1, b_h2, ks.index(0), zero, K)])
+    b_W = warpgroup_mma_wait(0, [keys_times_state(b_h1, b_h2, ks.index(0), zero, state.K)])
     for i_t in range(NT):
-        i = i_t % STAGES
+        i = i_t % chunks.STAGES
         # eq:delta-inter   diag(2^gc) Q S
         b_o = product(b_h1, half(qs.index(i), 0).permute((1, 0)), zero, False)
         # eq:delta-residual   W = V - diag(2^gc) K S
-        b_e = gates.index(3 * i).load(along)[None, :]
-        b_v = vs.index(i).permute((1, 0)).load(mma)
+        b_e = gates.index(3 * i).load(ALONG)[None, :]
+        b_v = vs.index(i).permute((1, 0)).load(MMA)
         b_W = b_v.to(gl.float32) - b_e * b_W
         # eq:delta-v-new   v_new = R W
-        b_new = product(operand(b_W, dtype, mma), Rs.index(i).permute((1, 0)), zero, False)
+        b_new = product(operand(b_W, dtype), Rs.index(i).permute((1, 0)), zero, False)
         # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
-        decay = gates.index(3 * i).slice(BT - 1, 1).load(along)[None, :]
+        decay = gates.index(3 * i).slice(chunks.BT - 1, 1).load(ALONG)[None, :]
         b_S1 *= decay
         if HALVES == 2:
             b_o = product(b_h2, half(qs.index(i), 1).permute((1, 0)), b_o)
             b_S2 *= decay
         b_new = warpgroup_mma_wait(HALVES - 1, [b_new])
-        b_r = gates.index(3 * i + 1).load(along)[None, :]
-        b_16 = operand(b_new, dtype, mma)
-        b_new = operand(b_new * b_r, dtype, mma)
+        b_r = gates.index(3 * i + 1).load(ALONG)[None, :]
+        b_16 = operand(b_new, dtype)
+        b_new = operand(b_new * b_r, dtype)
         b_S1 = product(b_new, half(ks.index(i), 0), b_S1)
         if HALVES == 2:
             b_S2 = product(b_new, half(ks.index(i), 1), b_S2)
         # eq:delta-output   o = scale (inter + P v_new)
         b_o = warpgroup_mma_wait(HALVES, [b_o])
-        b_o *= gates.index(3 * i).load(along)[None, :]  # read again: registers are scarce
+        b_o *= gates.index(3 * i).load(ALONG)[None, :]  # read again: registers are scarce
         b_o = product(b_16, Ps.index(i).permute((1, 0)), b_o)
         b_S1 = warpgroup_mma_wait(HALVES, [b_S1])
-        b_h1 = operand(b_S1, dtype, mma)
+        b_h1 = operand(b_S1, dtype)
         if HALVES == 2:
             b_S2 = warpgroup_mma_wait(1, [b_S2])
-            b_h2 = operand(b_S2, dtype, mma)
+            b_h2 = operand(b_S2, dtype)
         # K S of the next chunk; after the last one for nothing
         n = next_place(chunks, i_t)
-        b_W = keys_times_state(b_h1, b_h2, ks.index(n), zero, K)
+        b_W = keys_times_state(b_h1, b_h2, ks.index(n), zero, state.K)
         b_o = warpgroup_mma_wait(HALVES, [b_o])
         b_o = (scale * b_o).to(dtype)
         tma.store_wait(0)
@@ -102,14 +96,14 @@ def scan_chunks(chunks, state, o_desc, out, scale, c_v, skip):
         fence_async_shared()
         barrier()
         if i_t >= skip:
-            async_store(o_desc, [chunks.first + i_t * BT, c_v], out)
+            async_store(o_desc, [chunks.first + i_t * chunks.BT, c_v], out)
         b_W = warpgroup_mma_wait(0, [b_W])
     tma.store_wait(0)
     if state.last_ptr is not None:
-        ht_ptr = state.last_ptr + state.i_end.to(gl.int64) * K * V
+        ht_ptr = state.last_ptr + state.i_end.to(gl.int64) * state.K * state.V
         gl.store(ht_ptr + o_S, b_S1)
         if HALVES == 2:
-            gl.store(ht_ptr + o_S + 64 * V, b_S2)
+            gl.store(ht_ptr + o_S + 64 * state.V, b_S2)
 
 
 @gluon.jit(do_not_specialize=["T", "N"])

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from linattn_edu.kernels.gluon import gdn_scan
 from linattn_edu.kernels.gluon.blocks import CHUNK, descriptor, half, operand, product, ring
+from linattn_edu.kernels.gluon.layouts import ALONG, MMA
 from linattn_edu.kernels.gluon.scan_frame import (
     BV,
     begin,
@@ -29,14 +30,14 @@ from linattn_edu.kernels.pieces import Pieces
 
 
 @gluon.jit
-def carry_on(ks, chunks, made, i_t, b_S1, b_S2, zero, mma: gl.constexpr):
+def carry_on(ks, chunks, made, i_t, b_S1, b_S2, zero):
     """Begin K S of the next chunk, after the last one for nothing, and hand S over."""
     n = next_place(chunks, i_t)
     b_S1 = warpgroup_mma_wait(1, [b_S1])
-    b_h1 = operand(b_S1, ks.dtype, mma)
+    b_h1 = operand(b_S1, ks.dtype)
     b_W = product(b_h1, half(ks.index(n), 0).permute((1, 0)), zero, False)
     b_S2 = warpgroup_mma_wait(1, [b_S2])
-    b_h2 = operand(b_S2, ks.dtype, mma)
+    b_h2 = operand(b_S2, ks.dtype)
     b_W = product(b_h2, half(ks.index(n), 1).permute((1, 0)), b_W)
     mbarrier.wait(made.bars.index(1), i_t & 1)
     hand_over_state(made, b_S1, b_S2, ks.dtype)
@@ -49,38 +50,32 @@ def scan_forth(chunks, made, state):
     ks, vs, AGs = chunks.rings
     gates, empty, NT = chunks.gates, chunks.empty, chunks.NT
     new, out = made.others[0], made.bars
-    K: gl.constexpr = state.K
-    BT: gl.constexpr = chunks.BT
-    BV: gl.constexpr = state.BV
-    STAGES: gl.constexpr = chunks.STAGES
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
-    along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = ks.dtype
-    zero = gl.full([BV, 64], 0.0, gl.float32, mma)
-    b_S1, b_S2, b_h1, b_h2 = begin(chunks, made, state, dtype, mma)
+    zero = gl.full([state.BV, 64], 0.0, gl.float32, MMA)
+    b_S1, b_S2, b_h1, b_h2 = begin(chunks, made, state, dtype)
     # K S of the first chunk
-    b_W = warpgroup_mma_wait(0, [keys_times_state(b_h1, b_h2, ks.index(0), zero, K)])
+    b_W = warpgroup_mma_wait(0, [keys_times_state(b_h1, b_h2, ks.index(0), zero, state.K)])
     for i_t in range(NT):
-        i = i_t % STAGES
+        i = i_t % chunks.STAGES
         # eq:delta-residual   W = V - diag(2^gc) K S
-        b_v = vs.index(i).permute((1, 0)).load(mma)
-        b_W = b_v.to(gl.float32) - gates.index(3 * i).load(along)[None, :] * b_W
+        b_v = vs.index(i).permute((1, 0)).load(MMA)
+        b_W = b_v.to(gl.float32) - gates.index(3 * i).load(ALONG)[None, :] * b_W
         # eq:delta-v-new   v_new = (A * G) diag(beta) W
-        b_W *= gates.index(3 * i + 2).load(along)[None, :]
-        b_new = product(operand(b_W, dtype, mma), AGs.index(i).permute((1, 0)), zero, False)
+        b_W *= gates.index(3 * i + 2).load(ALONG)[None, :]
+        b_new = product(operand(b_W, dtype), AGs.index(i).permute((1, 0)), zero, False)
         # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
-        decay = gates.index(3 * i).slice(BT - 1, 1).load(along)[None, :]
+        decay = gates.index(3 * i).slice(chunks.BT - 1, 1).load(ALONG)[None, :]
         b_S1 *= decay
         b_S2 *= decay
-        b_r = gates.index(3 * i + 1).load(along)[None, :]
+        b_r = gates.index(3 * i + 1).load(ALONG)[None, :]
         b_new = warpgroup_mma_wait(0, [b_new])
-        b_x = operand(b_new * b_r, dtype, mma)
+        b_x = operand(b_new * b_r, dtype)
         b_S1 = product(b_x, half(ks.index(i), 0), b_S1)
         b_S2 = product(b_x, half(ks.index(i), 1), b_S2)
         mbarrier.wait(out.index(3), i_t & 1)
         store_transposed(b_new.to(dtype), new)
         hand_over(out.index(2))
-        b_S1, b_S2, b_W = carry_on(ks, chunks, made, i_t, b_S1, b_S2, zero, mma)
+        b_S1, b_S2, b_W = carry_on(ks, chunks, made, i_t, b_S1, b_S2, zero)
         mbarrier.arrive(empty.index(i), count=1)  # no warp reads the chunk any more
         b_W = warpgroup_mma_wait(0, [b_W])
 
@@ -92,50 +87,44 @@ def scan_back(chunks, made, state, scale):
     gates, empty, NT = chunks.gates, chunks.empty, chunks.NT
     Zs, dvs = made.others
     out = made.bars
-    K: gl.constexpr = state.K
-    BT: gl.constexpr = chunks.BT
-    BV: gl.constexpr = state.BV
-    STAGES: gl.constexpr = chunks.STAGES
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
-    along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = ks.dtype
-    zero = gl.full([BV, 64], 0.0, gl.float32, mma)
-    b_S1, b_S2, b_h1, b_h2 = begin(chunks, made, state, dtype, mma)
+    zero = gl.full([state.BV, 64], 0.0, gl.float32, MMA)
+    b_S1, b_S2, b_h1, b_h2 = begin(chunks, made, state, dtype)
     # K S of the last chunk
-    b_dv = warpgroup_mma_wait(0, [keys_times_state(b_h1, b_h2, ks.index(0), zero, K)])
+    b_dv = warpgroup_mma_wait(0, [keys_times_state(b_h1, b_h2, ks.index(0), zero, state.K)])
     for i_t in range(NT):
-        i = i_t % STAGES
+        i = i_t % chunks.STAGES
         # eq:delta-dv-new   dv_new = scale P^T dO + diag(2^(gc_last - gc)) K dS
-        b_do = dos.index(i).permute((1, 0)).load(mma).to(gl.float32) * scale
-        b_dv *= gates.index(3 * i + 1).load(along)[None, :]
-        b_dv = product(operand(b_do, dtype, mma), Ps.index(i), b_dv)
+        b_do = dos.index(i).permute((1, 0)).load(MMA).to(gl.float32) * scale
+        b_dv *= gates.index(3 * i + 1).load(ALONG)[None, :]
+        b_dv = product(operand(b_do, dtype), Ps.index(i), b_dv)
         # eq:fused-ds   dS <- 2^gc_last dS + (diag(2^gc) Q)^T scale dO - (diag(2^gc) K)^T dV
-        b_e = gates.index(3 * i).load(along)[None, :]
-        decay = gates.index(3 * i).slice(BT - 1, 1).load(along)[None, :]
+        b_e = gates.index(3 * i).load(ALONG)[None, :]
+        decay = gates.index(3 * i).slice(chunks.BT - 1, 1).load(ALONG)[None, :]
         b_S1 *= decay
         b_S2 *= decay
-        b_do = operand(b_e * b_do, dtype, mma)
+        b_do = operand(b_e * b_do, dtype)
         b_S1 = product(b_do, half(qs.index(i), 0), b_S1)
         # eq:delta-z   Z = (A * G)^T dv_new
         b_dv = warpgroup_mma_wait(1, [b_dv])
-        b_Z = product(operand(b_dv, dtype, mma), AGs.index(i), zero, False)
+        b_Z = product(operand(b_dv, dtype), AGs.index(i), zero, False)
         b_S2 = product(b_do, half(qs.index(i), 1), b_S2)
         # eq:delta-dv   dV = diag(beta) Z
         b_Z = warpgroup_mma_wait(1, [b_Z])
-        b_dv = gates.index(3 * i + 2).load(along)[None, :] * b_Z
-        b_e = gates.index(3 * i).load(along)[None, :]  # read again: registers are scarce
-        b_x = operand(-b_e * b_dv, dtype, mma)
+        b_dv = gates.index(3 * i + 2).load(ALONG)[None, :] * b_Z
+        b_e = gates.index(3 * i).load(ALONG)[None, :]  # read again: registers are scarce
+        b_x = operand(-b_e * b_dv, dtype)
         b_S1 = product(b_x, half(ks.index(i), 0), b_S1)
         b_S2 = product(b_x, half(ks.index(i), 1), b_S2)
         mbarrier.wait(out.index(3), i_t & 1)
         store_transposed(b_Z.to(dtype), Zs)
         store_transposed(b_dv.to(dtype), dvs)
         hand_over(out.index(2))
-        b_S1, b_S2, b_dv = carry_on(ks, chunks, made, i_t, b_S1, b_S2, zero, mma)
+        b_S1, b_S2, b_dv = carry_on(ks, chunks, made, i_t, b_S1, b_S2, zero)
         mbarrier.arrive(empty.index(i), count=1)  # no warp reads the chunk any more
         b_dv = warpgroup_mma_wait(0, [b_dv])
     if state.i_end >= 0:
-        store_state(state, b_S1, b_S2, mma)
+        store_state(state, b_S1, b_S2)
 
 
 @gluon.jit(do_not_specialize=["T", "N"])

@@ -11,11 +11,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.runtime.jit import constexpr_function
 
 from linattn_edu.kernels.gluon.blocks import operand, product
+from linattn_edu.kernels.gluon.layouts import ALONG, MMA, ROWS
 from linattn_edu.kernels.gluon.names import barrier
 
 # a product's result [64, 64], and the same numbers as [4, 16, 4, 16]: blocks of 16 rows, which are
 # those of a warp, and of 16 columns
-MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 BLOCKS = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 0, 1], [0, 8, 0, 0], [0, 0, 0, 8], [0, 0, 1, 0], [0, 0, 2, 0]],
@@ -226,9 +226,9 @@ def join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, z):
     N_s.store(b_N.to(gl.float16))
     fence_async_shared()
     barrier()
-    b_U = warpgroup_mma_wait(0, [product(operand(b_N, gl.float16, MMA), N_s, b_N)])
-    b_U = warpgroup_mma_wait(0, [product(operand(b_U, gl.float16, MMA), N_s, b_N)])
-    b_T = operand(plus_identity(b_U, z), gl.float16, MMA)
+    b_U = warpgroup_mma_wait(0, [product(operand(b_N, gl.float16), N_s, b_N)])
+    b_U = warpgroup_mma_wait(0, [product(operand(b_U, gl.float16), N_s, b_N)])
+    b_T = operand(plus_identity(b_U, z), gl.float16)
     b_A = product(b_T, X_s.permute((1, 0)), zero, False)
     return warpgroup_mma_wait(0, [b_A]), G
 
@@ -237,14 +237,14 @@ def join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, z):
 def resolvent(b_A, G, w_s, u_s):
     """R = (A * G) diag(beta) from what `join_blocks` returns."""
     # eq:delta-resolvent   R = (A * G) diag(beta)
-    b_w = w_s.load(gl.SliceLayout(1, MMA))[:, None]
-    return b_A * G * b_w * u_s.load(gl.SliceLayout(0, MMA))[None, :]
+    b_w = w_s.load(ROWS)[:, None]
+    return b_A * G * b_w * u_s.load(ALONG)[None, :]
 
 
 @gluon.jit
 def inverse(b_A, G, n_s, w_s, GATED: gl.constexpr):
     """A, or with GATED A * G, from what `join_blocks` returns."""
-    b_w = w_s.load(gl.SliceLayout(1, MMA))[:, None]
+    b_w = w_s.load(ROWS)[:, None]
     if GATED:
         b_A *= G  # the product with b_w is that of `resolvent`
-    return b_A * b_w * n_s.load(gl.SliceLayout(0, MMA))[None, :]
+    return b_A * b_w * n_s.load(ALONG)[None, :]

@@ -16,7 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from linattn_edu.kernels.delta.kda_intra import NEAR
 from linattn_edu.kernels.gluon.blocks import CHUNK, add, kept, numbers, product
 from linattn_edu.kernels.gluon.gdn_intra import store_matrix
-from linattn_edu.kernels.gluon.gdn_solve import MMA, inverse, invert_blocks, join_blocks, nothing
+from linattn_edu.kernels.gluon.gdn_solve import inverse, invert_blocks, join_blocks, nothing
+from linattn_edu.kernels.gluon.layouts import ALONG, MMA, ROWS
 from linattn_edu.kernels.gluon.names import async_read, barrier, record, reinterpret
 from linattn_edu.kernels.gluon.support import ALLOCATE, attempt
 from linattn_edu.kernels.rows import chunk_args
@@ -224,8 +225,8 @@ def halve_far_rows(b_P, b_L, x_s, F_s, g_s, e_s, far_s, own_s, squares_s,
     """b_P and b_L, whose rows far from their block's first are right on the diagonal's blocks too:
     halved again and again, with no exponent above 0.  x_s: q and k, in turns.
     """
-    o_i = gl.arange(0, 64, gl.SliceLayout(1, MMA))[:, None]
-    o_j = gl.arange(0, 64, gl.SliceLayout(0, MMA))[None, :]
+    o_i = gl.arange(0, 64, ROWS)[:, None]
+    o_j = gl.arange(0, 64, ALONG)[None, :]
     i = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, CUBE)))[None, :, None]
     zero = gl.full([64, 64], 0.0, gl.float32, MMA)
     b_far = gl.full([4, 16], 0.0, gl.float32, gl.SliceLayout(2, CUBE))
@@ -240,10 +241,10 @@ def halve_far_rows(b_P, b_L, x_s, F_s, g_s, e_s, far_s, own_s, squares_s,
     if e_s is None:
         leave_squares(x_s, squares_s, N)
     barrier()
-    far = (far_s.load(gl.SliceLayout(1, MMA))[:, None] < -NEAR) & (o_i // 16 == o_j // 16)
-    own = gl.where(o_i == o_j, own_s.load(gl.SliceLayout(1, MMA))[:, None], 0.0)
+    far = (far_s.load(ROWS)[:, None] < -NEAR) & (o_i // 16 == o_j // 16)
+    own = gl.where(o_i == o_j, own_s.load(ROWS)[:, None], 0.0)
     b_P = gl.where(far, own, b_P)
-    own = gl.where(o_i == o_j, squares_s.load(gl.SliceLayout(1, MMA))[:, None], 0.0)
+    own = gl.where(o_i == o_j, squares_s.load(ROWS)[:, None], 0.0)
     b_L = gl.where(far, own, b_L)
     for s in gl.static_range(4):
         for c in range(N):
@@ -341,9 +342,9 @@ def kda_prepare_gluon_kernel(
             barrier()
             b_P, b_L = halve_far_rows(b_P, b_L, x_s, F_s, g_s, e_s, n_s, w_s, u_s, N)
     if erase_ptr is not None:  # the diagonal says how long keys are
-        o_i = gl.arange(0, BT, gl.SliceLayout(1, MMA))[:, None]
-        o_j = gl.arange(0, BT, gl.SliceLayout(0, MMA))[None, :]
-        b_L = gl.where(o_i == o_j, u_s.load(gl.SliceLayout(1, MMA))[:, None], b_L)
+        o_i = gl.arange(0, BT, ROWS)[:, None]
+        o_j = gl.arange(0, BT, ALONG)[None, :]
+        b_L = gl.where(o_i == o_j, u_s.load(ROWS)[:, None], b_L)
     barrier()
     L_s = reinterpret(F_s[0], gl.float16, [BT, 64], tile)
     X_s = reinterpret(F_s[1], gl.float16, [BT, 64], tile)

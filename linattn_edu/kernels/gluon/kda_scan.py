@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from linattn_edu.kernels.gluon.blocks import CHUNK, descriptor, half, operand, product, ring
+from linattn_edu.kernels.gluon.layouts import ALONG, MMA
 from linattn_edu.kernels.gluon.names import async_store, barrier
 from linattn_edu.kernels.gluon.scan_frame import (
     BV,
@@ -41,46 +42,39 @@ def kda_scan_chunks(chunks, state, o_desc, out, scale, c_v):
     """
     kds, _, As, qs, kgs, Ps = chunks.rings[:6]
     gates, full, empty, NT = chunks.gates, chunks.full, chunks.empty, chunks.NT
-    K: gl.constexpr = state.K
-    BT: gl.constexpr = chunks.BT
-    BV: gl.constexpr = state.BV
-    W: gl.constexpr = state.W
-    STAGES: gl.constexpr = chunks.STAGES
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
-    along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = kds.dtype
-    zero = gl.full([BV, 64], 0.0, gl.float32, mma)
-    b_S1, b_S2 = load_state(state, NT, mma)
-    b_h1, b_h2 = operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
+    zero = gl.full([state.BV, 64], 0.0, gl.float32, MMA)
+    b_S1, b_S2 = load_state(state, NT)
+    b_h1, b_h2 = operand(b_S1, dtype), operand(b_S2, dtype)
     mbarrier.wait(full.index(0), 0, pred=NT > 0)
     # (kd S)^T of the first chunk
-    b_W = warpgroup_mma_wait(0, [keys_times_state(b_h1, b_h2, kds.index(0), zero, K)])
+    b_W = warpgroup_mma_wait(0, [keys_times_state(b_h1, b_h2, kds.index(0), zero, state.K)])
     for i_t in range(NT):
-        i = i_t % STAGES
+        i = i_t % chunks.STAGES
         # eq:delta-inter   qg S
         b_o = product(b_h1, half(qs.index(i), 0).permute((1, 0)), zero, False)
         # eq:delta-residual   W = V - kd S
         # eq:delta-v-new   v_new = A diag(beta) W
-        b_W = residual(chunks, 6, i, W, b_W, mma)
-        b_new = product(operand(b_W, dtype, mma), As.index(i).permute((1, 0)), zero, False)
+        b_W = residual(chunks, 6, i, state.W, b_W)
+        b_new = product(operand(b_W, dtype), As.index(i).permute((1, 0)), zero, False)
         # eq:delta-state   S <- diag(2^gc_last) S + kg^T v_new
         b_o = product(b_h2, half(qs.index(i), 1).permute((1, 0)), b_o)
-        b_S1 *= gates.index(3 * i).load(along)[None, :]
-        b_S2 *= gates.index(3 * i + 1).load(along)[None, :]
+        b_S1 *= gates.index(3 * i).load(ALONG)[None, :]
+        b_S2 *= gates.index(3 * i + 1).load(ALONG)[None, :]
         b_new = warpgroup_mma_wait(1, [b_new])
-        b_x = operand(b_new, dtype, mma)
+        b_x = operand(b_new, dtype)
         b_S1 = product(b_x, half(kgs.index(i), 0), b_S1)
         b_S2 = product(b_x, half(kgs.index(i), 1), b_S2)
         # eq:delta-output   o = scale (inter + P v_new)
         b_o = warpgroup_mma_wait(2, [b_o])
         b_o = product(b_x, Ps.index(i).permute((1, 0)), b_o)
         b_S1 = warpgroup_mma_wait(2, [b_S1])
-        b_h1 = operand(b_S1, dtype, mma)
+        b_h1 = operand(b_S1, dtype)
         b_S2 = warpgroup_mma_wait(1, [b_S2])
-        b_h2 = operand(b_S2, dtype, mma)
+        b_h2 = operand(b_S2, dtype)
         # kd S of the next chunk; after the last one for nothing
         n = next_place(chunks, i_t)
-        b_W = keys_times_state(b_h1, b_h2, kds.index(n), zero, K)
+        b_W = keys_times_state(b_h1, b_h2, kds.index(n), zero, state.K)
         b_o = warpgroup_mma_wait(2, [b_o])
         b_o = (scale * b_o).to(dtype)
         tma.store_wait(0)
@@ -89,12 +83,12 @@ def kda_scan_chunks(chunks, state, o_desc, out, scale, c_v):
         out.permute((1, 0)).store(b_o)
         fence_async_shared()
         barrier()
-        at = [chunks.first + i_t * BT, c_v + W * BV]
+        at = [chunks.first + i_t * chunks.BT, c_v + state.W * state.BV]
         async_store(o_desc, at, out)
         b_W = warpgroup_mma_wait(0, [b_W])
     tma.store_wait(0)
     if state.last_ptr is not None:
-        store_state(state, b_S1, b_S2, mma)
+        store_state(state, b_S1, b_S2)
 
 
 @gluon.jit(do_not_specialize=["T"])
@@ -156,11 +150,6 @@ def workers_of(kg: Tensor, V: int, pieces: Pieces) -> int:
     return by_load.workers(load, pieces.N).takes
 
 
-def described(tensors: tuple[Tensor | None, ...], widths: tuple[int, ...]) -> list:
-    """A descriptor of each tensor; None of None."""
-    return [x if x is None else descriptor(x, n) for x, n in zip(tensors, widths, strict=True)]
-
-
 @attempt
 def kda_scan_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: Pieces) -> None:
     """Launch kda_scan_gluon_kernel on the pieces; given: the tensors of kda_fused_scan_kernel,
@@ -170,7 +159,7 @@ def kda_scan_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: Piece
     HV, K, V = *kg.shape[2:], v.shape[-1]
     workers = workers_of(kg, V, pieces)
     widths = K, K, K, workers * BV, workers * BV, CHUNK, CHUNK, BV
-    descriptors = described((qg, kg, kd, v, write, P, A, o), widths)
+    descriptors = map(descriptor, (qg, kg, kd, v, write, P, A, o), widths)
     stages = STAGES if write is None else WRITE_STAGES
     kda_scan_gluon_kernel[(pieces.N * HV * V // BV // workers,)](
         *descriptors, beta, gc, h0, ht, scale, pieces.cu_seqlens, pieces.T, HV, K, V, BT=CHUNK,

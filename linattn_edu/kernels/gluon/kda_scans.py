@@ -9,9 +9,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from linattn_edu.kernels.gluon.blocks import CHUNK, half, operand, product, ring
+from linattn_edu.kernels.gluon.blocks import CHUNK, descriptor, half, operand, product, ring
 from linattn_edu.kernels.gluon.gdn_scans import carry_on
-from linattn_edu.kernels.gluon.kda_scan import OPTIONS, described, workers_of
+from linattn_edu.kernels.gluon.kda_scan import OPTIONS, workers_of
+from linattn_edu.kernels.gluon.layouts import ALONG, MMA
 from linattn_edu.kernels.gluon.scan_frame import (
     BV,
     begin,
@@ -37,34 +38,28 @@ def kda_scan_forth(chunks, made, state):
     kds, _, As, kgs = chunks.rings[:4]
     gates, empty, NT = chunks.gates, chunks.empty, chunks.NT
     new, out = made.others[0], made.bars
-    K: gl.constexpr = state.K
-    BV: gl.constexpr = state.BV
-    W: gl.constexpr = state.W
-    STAGES: gl.constexpr = chunks.STAGES
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
-    along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = kds.dtype
-    zero = gl.full([BV, 64], 0.0, gl.float32, mma)
-    b_S1, b_S2, b_h1, b_h2 = begin(chunks, made, state, dtype, mma)
+    zero = gl.full([state.BV, 64], 0.0, gl.float32, MMA)
+    b_S1, b_S2, b_h1, b_h2 = begin(chunks, made, state, dtype)
     # kd S of the first chunk
-    b_W = warpgroup_mma_wait(0, [keys_times_state(b_h1, b_h2, kds.index(0), zero, K)])
+    b_W = warpgroup_mma_wait(0, [keys_times_state(b_h1, b_h2, kds.index(0), zero, state.K)])
     for i_t in range(NT):
-        i = i_t % STAGES
+        i = i_t % chunks.STAGES
         # eq:delta-residual   W = V - kd S
         # eq:delta-v-new   v_new = A diag(beta) W
-        b_W = residual(chunks, 4, i, W, b_W, mma)
-        b_new = product(operand(b_W, dtype, mma), As.index(i).permute((1, 0)), zero, False)
+        b_W = residual(chunks, 4, i, state.W, b_W)
+        b_new = product(operand(b_W, dtype), As.index(i).permute((1, 0)), zero, False)
         # eq:delta-state   S <- diag(2^gc_last) S + kg^T v_new
-        b_S1 *= gates.index(3 * i).load(along)[None, :]
-        b_S2 *= gates.index(3 * i + 1).load(along)[None, :]
+        b_S1 *= gates.index(3 * i).load(ALONG)[None, :]
+        b_S2 *= gates.index(3 * i + 1).load(ALONG)[None, :]
         b_new = warpgroup_mma_wait(0, [b_new])
-        b_x = operand(b_new, dtype, mma)
+        b_x = operand(b_new, dtype)
         b_S1 = product(b_x, half(kgs.index(i), 0), b_S1)
         b_S2 = product(b_x, half(kgs.index(i), 1), b_S2)
         mbarrier.wait(out.index(3), i_t & 1)
         store_transposed(b_new.to(dtype), new)
         hand_over(out.index(2))
-        b_S1, b_S2, b_W = carry_on(kds, chunks, made, i_t, b_S1, b_S2, zero, mma)
+        b_S1, b_S2, b_W = carry_on(kds, chunks, made, i_t, b_S1, b_S2, zero)
         mbarrier.arrive(empty.index(i), count=1)  # no warp reads the chunk any more
         b_W = warpgroup_mma_wait(0, [b_W])
 
@@ -88,35 +83,30 @@ def kda_scan_back(chunks, made, state, scale):
     dos, Ps, kgs, As, qs, kds = chunks.rings
     gates, empty, NT = chunks.gates, chunks.empty, chunks.NT
     others, out = made.others, made.bars  # Z, and with beta dv
-    BV: gl.constexpr = state.BV
-    W: gl.constexpr = state.W
-    STAGES: gl.constexpr = chunks.STAGES
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
-    along: gl.constexpr = gl.SliceLayout(0, mma)  # a number for each column
     dtype: gl.constexpr = kds.dtype
-    zero = gl.full([BV, 64], 0.0, gl.float32, mma)
-    b_S1, b_S2, b_h1, b_h2 = begin(chunks, made, state, dtype, mma)
+    zero = gl.full([state.BV, 64], 0.0, gl.float32, MMA)
+    b_S1, b_S2, b_h1, b_h2 = begin(chunks, made, state, dtype)
     # dv_new of the last chunk
-    b_dv = warpgroup_mma_wait(0, [output_part(half(dos.index(0), W), Ps.index(0), zero)])
+    b_dv = warpgroup_mma_wait(0, [output_part(half(dos.index(0), state.W), Ps.index(0), zero)])
     b_dv = plus_keys_times_state(b_h1, b_h2, kgs.index(0), b_dv * scale)
     b_dv = warpgroup_mma_wait(0, [b_dv])
     for i_t in range(NT):
-        i = i_t % STAGES
+        i = i_t % chunks.STAGES
         # eq:fused-ds   dS <- diag(2^gc_last) dS + qg^T scale dO - kd^T dV
-        b_do = half(dos.index(i), W).permute((1, 0)).load(mma).to(gl.float32) * scale
-        b_do = operand(b_do, dtype, mma)
-        b_S1 *= gates.index(3 * i).load(along)[None, :]
-        b_S2 *= gates.index(3 * i + 1).load(along)[None, :]
+        b_do = half(dos.index(i), state.W).permute((1, 0)).load(MMA).to(gl.float32) * scale
+        b_do = operand(b_do, dtype)
+        b_S1 *= gates.index(3 * i).load(ALONG)[None, :]
+        b_S2 *= gates.index(3 * i + 1).load(ALONG)[None, :]
         # eq:kda-z   Z = A^T dv_new
-        b_Z = product(operand(b_dv, dtype, mma), As.index(i), zero, False)
+        b_Z = product(operand(b_dv, dtype), As.index(i), zero, False)
         b_S1 = product(b_do, half(qs.index(i), 0), b_S1)
         b_S2 = product(b_do, half(qs.index(i), 1), b_S2)
         # eq:kda-dv   dV = diag(beta) Z
         b_Z = warpgroup_mma_wait(2, [b_Z])
         b_dv = b_Z
         if len(others) == 2:
-            b_dv = gates.index(3 * i + 2).load(along)[None, :] * b_Z
-        b_x = operand(-b_dv, dtype, mma)
+            b_dv = gates.index(3 * i + 2).load(ALONG)[None, :] * b_Z
+        b_x = operand(-b_dv, dtype)
         b_S1 = warpgroup_mma_wait(1, [b_S1])
         b_S1 = product(b_x, half(kds.index(i), 0), b_S1)
         b_S2 = product(b_x, half(kds.index(i), 1), b_S2)
@@ -129,17 +119,17 @@ def kda_scan_back(chunks, made, state, scale):
         # eq:delta-dv-new   dv_new += kg dS: of the next chunk; after the last one for nothing
         n = next_place(chunks, i_t)
         b_S1 = warpgroup_mma_wait(1, [b_S1])
-        b_dv = output_part(half(dos.index(n), W), Ps.index(n), zero)
-        b_h1 = operand(b_S1, dtype, mma)
+        b_dv = output_part(half(dos.index(n), state.W), Ps.index(n), zero)
+        b_h1 = operand(b_S1, dtype)
         b_S2 = warpgroup_mma_wait(1, [b_S2])
-        b_h2 = operand(b_S2, dtype, mma)
+        b_h2 = operand(b_S2, dtype)
         b_dv = warpgroup_mma_wait(0, [b_dv]) * scale
         b_dv = plus_keys_times_state(b_h1, b_h2, kgs.index(n), b_dv)
         mbarrier.wait(out.index(1), i_t & 1)
         hand_over_state(made, b_S1, b_S2, dtype)
         mbarrier.arrive(empty.index(i), count=1)  # no warp reads the chunk any more
         b_dv = warpgroup_mma_wait(0, [b_dv])
-    store_state(state, b_S1, b_S2, mma)
+    store_state(state, b_S1, b_S2)
 
 
 @gluon.jit(do_not_specialize=["T", "N"])
@@ -249,7 +239,7 @@ def kda_scan_states_gluon(given: tuple[Tensor | None, ...], pieces: Pieces) -> N
     HV, K, V = *kg.shape[2:], v.shape[-1]
     n = workers_of(kg, V, pieces)
     widths = K, K, n * BV, n * BV, CHUNK, BV, BV
-    descriptors = described((kg, kd, v, write, A, h, v_new), widths)
+    descriptors = map(descriptor, (kg, kd, v, write, A, h, v_new), widths)
     stages = STAGES if write is None else WRITE_STAGES
     kda_scan_states_gluon_kernel[(pieces.N * HV * V // BV // n,)](
         *descriptors, beta, gc, h0, *pieces.places, pieces.N, 1, HV, K, V, BT=CHUNK, BV=BV,
@@ -266,7 +256,7 @@ def kda_scan_bwd_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: P
     HV, K, V = *kg.shape[2:], do.shape[-1]
     n = workers_of(kg, V, pieces)
     widths = K, K, K, CHUNK, CHUNK, n * BV, BV, BV, BV
-    descriptors = described((qg, kg, kd, P, A, do, dh, Z, dv), widths)
+    descriptors = map(descriptor, (qg, kg, kd, P, A, do, dh, Z, dv), widths)
     kda_scan_bwd_gluon_kernel[(pieces.N * HV * V // BV // n,)](
         *descriptors, beta, gc, dht, dh0, scale, *pieces.places, pieces.N, 1, HV, K, V, BT=CHUNK,
         BV=BV, STAGES=STAGES_BACK[n], WORKERS=n, **OPTIONS[n],
@@ -284,6 +274,6 @@ def kda_scans_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: Piec
     widths = K, K, K, BV, BV, CHUNK, CHUNK, BV, BV, BV, BV, BV, BV
     stages = STAGES if write is None else WRITE_STAGES
     kda_scans_gluon_kernel[(2 * pieces.N * HV * V // BV,)](
-        *described(tensors, widths), beta, gc, h0, dht, dh0, scale, *pieces.places, pieces.N,
+        *map(descriptor, tensors, widths), beta, gc, h0, dht, dh0, scale, *pieces.places, pieces.N,
         HV, K, V, BT=CHUNK, BV=BV, STAGES=stages[1], STAGES_BACK=STAGES_BACK[1], **OPTIONS[1],
     )  # fmt: skip

@@ -12,6 +12,7 @@ from triton.runtime.jit import constexpr_function
 
 from linattn_edu.kernels.delta.warm_up import with_warm_up
 from linattn_edu.kernels.gluon.blocks import bar_pairs, bars, half, numbers, operand, product, ring
+from linattn_edu.kernels.gluon.layouts import ALONG, MMA, ROWS
 from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record
 from linattn_edu.kernels.tiles import sequence_of
 
@@ -103,30 +104,29 @@ def state_of(w: gl.constexpr, piece, first_ptr, last_ptr, K: gl.constexpr, V: gl
 
 
 @gluon.jit
-def rows_of(state, mma: gl.constexpr):
+def rows_of(state):
     """Where the numbers of S^T [BV, 64] are in S."""
-    BV: gl.constexpr = state.BV
-    o_v = (state.i_v + state.W) * BV + gl.arange(0, BV, gl.SliceLayout(1, mma))
-    return gl.arange(0, 64, gl.SliceLayout(0, mma))[None, :] * state.V + o_v[:, None]
+    o_v = (state.i_v + state.W) * state.BV + gl.arange(0, state.BV, ROWS)
+    return gl.arange(0, 64, ALONG)[None, :] * state.V + o_v[:, None]
 
 
 @gluon.jit
-def load_state(state, NT, mma: gl.constexpr):
+def load_state(state, NT):
     """S^T [BV, 128] in halves of 64 keys, 0 without first_ptr."""
     # not a constant: a product of those ptxas would not run beside others
-    b_S1 = gl.full([state.BV, 64], gl.where(NT < 0, 1.0, 0.0), gl.float32, mma)
+    b_S1 = gl.full([state.BV, 64], gl.where(NT < 0, 1.0, 0.0), gl.float32, MMA)
     b_S2 = b_S1
     if state.first_ptr is not None:
-        o_S = state.i_nh.to(gl.int64) * state.K * state.V + rows_of(state, mma)
+        o_S = state.i_nh.to(gl.int64) * state.K * state.V + rows_of(state)
         b_S1 = gl.load(state.first_ptr + o_S).to(gl.float32)
         b_S2 = gl.load(state.first_ptr + o_S + 64 * state.V).to(gl.float32)
     return b_S1, b_S2
 
 
 @gluon.jit
-def store_state(state, b_S1, b_S2, mma: gl.constexpr):
+def store_state(state, b_S1, b_S2):
     """S^T from its halves to last_ptr."""
-    o_S = state.i_end.to(gl.int64) * state.K * state.V + rows_of(state, mma)
+    o_S = state.i_end.to(gl.int64) * state.K * state.V + rows_of(state)
     gl.store(state.last_ptr + o_S, b_S1)
     gl.store(state.last_ptr + o_S + 64 * state.V, b_S2)
 
@@ -171,12 +171,12 @@ def hand_over_state(made, b_S1, b_S2, dtype: gl.constexpr):
 
 
 @gluon.jit
-def begin(chunks, made, state, dtype: gl.constexpr, mma: gl.constexpr):
+def begin(chunks, made, state, dtype: gl.constexpr):
     """The state before the first chunk, which has come, in halves and as operands."""
-    b_S1, b_S2 = load_state(state, chunks.NT, mma)
+    b_S1, b_S2 = load_state(state, chunks.NT)
     hand_over_state(made, b_S1, b_S2, dtype)
     mbarrier.wait(chunks.full.index(0), 0, pred=chunks.NT > 0)
-    return b_S1, b_S2, operand(b_S1, dtype, mma), operand(b_S2, dtype, mma)
+    return b_S1, b_S2, operand(b_S1, dtype), operand(b_S2, dtype)
 
 
 @gluon.jit
@@ -288,16 +288,15 @@ class ChannelGates:
     @gluon.jit
     def of(self, i_t, NT, BT: gl.constexpr, BACK: gl.constexpr):
         """gc of the last token of the chunk that comes i_t-th, in halves, and its beta."""
-        HV: gl.constexpr = self.HV
         i = chunk_at(gl.maximum(gl.minimum(i_t, NT - 1), 0), gl.maximum(NT, 1), BACK) * BT
         o = gl.arange(0, 64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         some = (o >= 0) & (NT > 0)  # an empty piece may begin behind the last token
-        last_ptr = self.gc_ptr + (i + BT - 1).to(gl.int64) * (HV * 128) + o
+        last_ptr = self.gc_ptr + (i + BT - 1).to(gl.int64) * (self.HV * 128) + o
         b_a1 = gl.load(last_ptr, mask=some, other=0.0)
         b_a2 = gl.load(last_ptr + 64, mask=some, other=0.0)
         b_beta = b_a2
         if self.beta_ptr is not None:
-            b_beta = gl.load(self.beta_ptr + (i + o) * HV, mask=some, other=0.0).to(gl.float32)
+            b_beta = gl.load(self.beta_ptr + (i + o) * self.HV, mask=some, other=0.0).to(gl.float32)
         return b_a1, b_a2, b_beta
 
     @gluon.jit
@@ -317,16 +316,16 @@ def channel_gates_of(piece, gc_ptr, beta_ptr, HV: gl.constexpr):
 
 
 @gluon.jit
-def residual(chunks, N: gl.constexpr, i, W: gl.constexpr, b_W, mma: gl.constexpr):
+def residual(chunks, N: gl.constexpr, i, W: gl.constexpr, b_W):
     """diag(beta) (V - kd S), transposed, for tile W of the values of the chunk in place i; with a
     write gate, the ring after N others, w * V - kd S.  b_W: kd S.
     """
-    b_v = half(chunks.rings[1].index(i), W).permute((1, 0)).load(mma)
+    b_v = half(chunks.rings[1].index(i), W).permute((1, 0)).load(MMA)
     if len(chunks.rings) == N:
         b_W = b_v.to(gl.float32) - b_W
-        return b_W * chunks.gates.index(3 * i + 2).load(gl.SliceLayout(0, mma))[None, :]
+        return b_W * chunks.gates.index(3 * i + 2).load(ALONG)[None, :]
     else:
-        b_w = half(chunks.rings[N].index(i), W).permute((1, 0)).load(mma)
+        b_w = half(chunks.rings[N].index(i), W).permute((1, 0)).load(MMA)
         return b_v.to(gl.float32) * b_w.to(gl.float32) - b_W
 
 
@@ -348,17 +347,14 @@ def load_chunks(chunks, given):
     given: Gates or ChannelGates.
     """
     NT = chunks.NT
-    BT: gl.constexpr = chunks.BT
-    STAGES: gl.constexpr = chunks.STAGES
-    BACK: gl.constexpr = chunks.BACK
-    gates = given.of(0, NT, BT, BACK)
+    gates = given.of(0, NT, chunks.BT, chunks.BACK)
     for i_t in range(NT):
-        i = i_t % STAGES
-        begin = chunks.first + chunk_at(i_t, NT, BACK) * BT
-        mbarrier.wait(chunks.empty.index(i), (i_t // STAGES & 1) ^ 1)
+        i = i_t % chunks.STAGES
+        begin = chunks.first + chunk_at(i_t, NT, chunks.BACK) * chunks.BT
+        mbarrier.wait(chunks.empty.index(i), (i_t // chunks.STAGES & 1) ^ 1)
         load_chunk(chunks, i, begin, given, gates)
         # those of the next chunk are on their way meanwhile
-        gates = given.of(i_t + 1, NT, BT, BACK)
+        gates = given.of(i_t + 1, NT, chunks.BT, chunks.BACK)
         barrier()
         mbarrier.arrive(chunks.full.index(i), count=1)
 
@@ -371,15 +367,13 @@ def store_chunks(chunks, made):
     That something was taken is said when the next copy has begun: their latencies overlap.
     """
     NT = chunks.NT
-    K: gl.constexpr = made.K
-    BACK: gl.constexpr = chunks.BACK
     for i_t in range(NT):
-        i_c = chunk_at(i_t, NT, BACK)
+        i_c = chunk_at(i_t, NT, chunks.BACK)
         mbarrier.wait(made.bars.index(0), i_t & 1)
         if i_t >= made.skip:
-            i = made.row + i_c * made.HV * K
+            i = made.row + i_c * made.HV * made.K
             async_store(made.S_desc, [i, made.c_S], made.halves[0])
-            async_store(made.S_desc, [i + K // 2, made.c_S], made.halves[1])
+            async_store(made.S_desc, [i + made.K // 2, made.c_S], made.halves[1])
         tma.store_wait(len(made.halves))
         barrier()
         mbarrier.arrive(made.bars.index(3), count=1)

@@ -29,6 +29,7 @@ from linattn_edu.kernels.gluon.blocks import (
     ring,
     rounded,
 )
+from linattn_edu.kernels.gluon.layouts import ALONG, MMA, ROWS, WIDE, WIDE_ALONG, WIDE_ROWS
 from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record, reinterpret
 from linattn_edu.kernels.gluon.support import ALLOCATE, attempt
 
@@ -123,8 +124,7 @@ def place_of(tokens, G: gl.constexpr, H: gl.constexpr, N: gl.constexpr, P: gl.co
 @gluon.jit
 def load_tiles(source, m, bars, at):
     """The producer, a warp that loads."""
-    P: gl.constexpr = at.P
-    BYTES: gl.constexpr = (2 * 128 * P + at.N * P) * 2
+    BYTES: gl.constexpr = (2 * 128 * at.P + at.N * at.P) * 2
     o_t = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
     mbarrier.expect(bars.full_in, 4 * 64 * at.N * 2)
     for c in gl.static_range(2):
@@ -141,10 +141,10 @@ def load_tiles(source, m, bars, at):
         o += at.tokens
         mbarrier.wait(bars.empty.index(i), turn)
         mbarrier.expect(full, BYTES)
-        async_load(source.dy_desc, [at.row, i_h * P], full, m.dys.index(i))
+        async_load(source.dy_desc, [at.row, i_h * at.P], full, m.dys.index(i))
         async_load(source.dh_desc, [at.i_S + n * at.N, 0], full, m.dss.index(i))
         mbarrier.wait(bars.empty_x.index(i), turn)
-        async_load(source.x_desc, [at.row, i_h * P], full, m.xs.index(i))
+        async_load(source.x_desc, [at.row, i_h * at.P], full, m.xs.index(i))
         m.gates.index(3 * i).store(b_gs)
         m.gates.index(3 * i + 1).store(b_gc)
         m.gates.index(3 * i + 2).store(b_dgc)
@@ -177,41 +177,40 @@ def leave_rows(sums, x):
 
 
 @gluon.jit
-def rows_left(sums, rows: gl.constexpr):
+def rows_left(sums):
     """The sum of them."""
-    b_sum = sums.slice(0, 64).load(rows) + sums.slice(64, 64).load(rows)
-    return b_sum + sums.slice(128, 64).load(rows) + sums.slice(192, 64).load(rows)
+    b_sum = sums.slice(0, 64).load(ROWS) + sums.slice(64, 64).load(ROWS)
+    return b_sum + sums.slice(128, 64).load(ROWS) + sums.slice(192, 64).load(ROWS)
 
 
 @gluon.jit
-def inside(b_W, b_dS, b_on, b_gw, gc, scores, sums, mma: gl.constexpr, dtype: gl.constexpr):
+def inside(b_W, b_dS, b_on, b_gw, gc, scores, sums, dtype: gl.constexpr):
     """Of b_W = X dY^T of a tile M^T, the scores' gradients with it, and the sums of W's rows."""
-    along: gl.constexpr = gl.SliceLayout(0, mma)
-    b_E = gl.exp2(gl.minimum(gc.load(along)[None, :] - b_gw[:, None], 100.0))
+    b_E = gl.exp2(gl.minimum(gc.load(ALONG)[None, :] - b_gw[:, None], 100.0))
     b_W *= b_on[:, None]
     # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
     b_dS += b_W * b_E
-    b_M = rounded(scores.load(mma) * b_E, dtype)
+    b_M = rounded(scores.load(MMA) * b_E, dtype)
     # eq:ssd-dgc-rows   rowsum(W)_i = dY_i . (M X)_i, with M as dx rounds it
     leave_rows(sums, b_W * b_M.to(gl.float32))
     return b_M, b_dS
 
 
 @gluon.jit
-def write_v(m, i, b_gc, mid, mma: gl.constexpr):
+def write_v(m, i, b_gc, mid):
     """dY of the second tile by its decay since the first, for the first's products."""
     dy, v = m.dys.index(i).slice(64, 64), m.vs.index(i)
     b_e = gl.exp2(gl.minimum(b_gc - mid, 0.0))
-    v.store((dy.load(mma).to(gl.float32) * b_e[:, None]).to(v.dtype))
+    v.store((dy.load(MMA).to(gl.float32) * b_e[:, None]).to(v.dtype))
     fence_async_shared()
     barrier()
 
 
 @gluon.jit
-def store_vectors(out, at, n, c: gl.constexpr, b_dgc, b_dstep, b_m, b_xdy, rows: gl.constexpr):
+def store_vectors(out, at, n, c: gl.constexpr, b_dgc, b_dstep, b_m, b_xdy):
     """The numbers of a tile's tokens, of the n-th head."""
     o = (at.i_h + n).to(gl.int64) * at.tokens + at.row + 64 * c
-    to = out.sums_ptr + o + gl.arange(0, 64, rows)
+    to = out.sums_ptr + o + gl.arange(0, 64, ROWS)
     gl.store(to, b_dgc)
     gl.store(to + at.plane, b_dstep)
     gl.store(to + 2 * at.plane, b_m)
@@ -219,35 +218,30 @@ def store_vectors(out, at, n, c: gl.constexpr, b_dgc, b_dstep, b_m, b_xdy, rows:
 
 
 @gluon.jit
-def gates_of(m, i, c: gl.constexpr, rows: gl.constexpr):
+def gates_of(m, i, c: gl.constexpr):
     """Of tile c: gc of its tokens; gs, with weight 1 for those that write nothing, and 0 for them
     beside it; gc of the chunk's last token and of the first tile's.
     """
     gs, gc = m.gates.index(3 * i).slice(64 * c, 64), m.gates.index(3 * i + 1)
-    last = gl.max(gc.slice(127, 1).load(rows), 0)
-    mid = gl.max(gc.slice(63, 1).load(rows), 0)
-    b_gs, b_gc = gs.load(rows), gc.slice(64 * c, 64).load(rows)
+    last = gl.max(gc.slice(127, 1).load(ROWS), 0)
+    mid = gl.max(gc.slice(63, 1).load(ROWS), 0)
+    b_gs, b_gc = gs.load(ROWS), gc.slice(64 * c, 64).load(ROWS)
     off = b_gs == float("inf")
     return b_gc, gl.where(off, b_gc, b_gs), gl.where(off, 0.0, 1.0), last, mid
 
 
 @gluon.jit
-def weighted(m, i, c: gl.constexpr, b_r, dtype: gl.constexpr, mma: gl.constexpr,
-             wide: gl.constexpr):  # fmt: skip
+def weighted(m, i, c: gl.constexpr, b_r, dtype: gl.constexpr):
     """diag(r * step) X of tile c, as a product's first operand."""
-    b_x = m.xs.index(i).slice(64 * c, 64).load(mma).to(gl.float32)
-    return operand(b_x * b_r[:, None], dtype, wide)
+    b_x = m.xs.index(i).slice(64 * c, 64).load(MMA).to(gl.float32)
+    return operand(b_x * b_r[:, None], dtype, WIDE)
 
 
 @gluon.jit
 def compute_shared(out, m, bars, at):
     """What both tiles give to dB through the states, and what the second reads of the first."""
-    N: gl.constexpr = at.N
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    rows: gl.constexpr = gl.SliceLayout(1, mma)
     dtype: gl.constexpr = m.xs.dtype
-    zero = gl.full([64, 64], 0.0, gl.float32, mma)
+    zero = gl.full([64, 64], 0.0, gl.float32, MMA)
     mbarrier.wait(bars.full_in, 0)
     b_far = product(m.Bs.index(0), m.Cs.index(1).permute((1, 0)), zero, False)
     b_far = warpgroup_mma_wait(0, [b_far])
@@ -255,39 +249,39 @@ def compute_shared(out, m, bars, at):
     fence_async_shared()
     barrier()
     mbarrier.arrive(bars.far_made, count=1)
-    b_dB = gl.full([64, N], 0.0, gl.float32, wide)
+    b_dB = gl.full([64, at.N], 0.0, gl.float32, WIDE)
     b_dB1, b_far = b_dB, zero
     for n in range(at.heads):
         i, turn, z = n % 2, n // 2 & 1, n >> 30
         ds, v = m.dss.index(i).permute((1, 0)), m.vs.index(i)
         mbarrier.wait(bars.full.index(i), turn)
-        b_gc, b_gw1, b_on1, last, mid = gates_of(m, i, 1, rows)
-        write_v(m, i, b_gc, mid, mma)
+        b_gc, b_gw1, b_on1, last, mid = gates_of(m, i, 1)
+        write_v(m, i, b_gc, mid)
         mbarrier.arrive(bars.v_full.index(i), count=1)
         b_W = product(m.xs.index(i).slice(0, 64), v.permute((1, 0)), zero, False)
-        b_gc, b_gw, b_on, last, mid = gates_of(m, i, 0, rows)
+        b_gc, b_gw, b_on, last, mid = gates_of(m, i, 0)
         b_W = warpgroup_mma_wait(0, [b_W])
         # eq:ssd-dscores   dscores = sum over heads of dY X^T * G * step
         b_W *= (gl.exp2(mid - b_gw) * b_on)[:, None]
         b_far += b_W
         # eq:ssd-dgc-rows   rowsum(W)_i = dY_i . (M X)_i
-        b_W *= m.far.index(z).load(mma).to(gl.float32)
+        b_W *= m.far.index(z).load(MMA).to(gl.float32)
         leave_rows(m.rows.index(3 * i + 2), b_W)
         # eq:ssd-db-state   dB_head = diag(r * step) X ds^T
-        b_u = weighted(m, i, 0, gl.exp2(last - b_gw) * b_on, dtype, mma, wide)
+        b_u = weighted(m, i, 0, gl.exp2(last - b_gw) * b_on, dtype)
         b_dB = product(b_u, ds, b_dB)
-        b_u = weighted(m, i, 1, gl.exp2(last - b_gw1) * b_on1, dtype, mma, wide)
+        b_u = weighted(m, i, 1, gl.exp2(last - b_gw1) * b_on1, dtype)
         barrier()
         mbarrier.arrive(bars.shared_full.index(i), count=1)
         b_dB1 = product(b_u, ds, b_dB1)
         b_dB, b_dB1 = warpgroup_mma_wait(0, [b_dB, b_dB1])
         barrier()
         mbarrier.arrive(bars.empty.index(i), count=1)
-    o_t = gl.arange(0, 64, gl.SliceLayout(1, wide))[:, None] + at.row
-    to = (o_t.to(gl.int64) * at.G + at.i_g) * N + gl.arange(0, N, gl.SliceLayout(0, wide))[None, :]
+    o_t = gl.arange(0, 64, WIDE_ROWS)[:, None] + at.row
+    to = (o_t.to(gl.int64) * at.G + at.i_g) * at.N + gl.arange(0, at.N, WIDE_ALONG)[None, :]
     gl.store(out.parts_ptr + to, b_dB)
-    gl.store(out.parts_ptr + to + 64 * at.G * N, b_dB1)
-    o_j, o_i = gl.arange(0, 64, rows)[:, None], gl.arange(0, 64, gl.SliceLayout(0, mma))[None, :]
+    gl.store(out.parts_ptr + to + 64 * at.G * at.N, b_dB1)
+    o_j, o_i = gl.arange(0, 64, ROWS)[:, None], gl.arange(0, 64, ALONG)[None, :]
     row = out.dS_ptr + ((at.row + 64 + o_i).to(gl.int64) * at.G + at.i_g) * 128 + o_j
     gl.store(row, b_far)
     gl.store(row + (64 - 64 * at.G * 128), zero)
@@ -296,12 +290,10 @@ def compute_shared(out, m, bars, at):
 @gluon.jit
 def compute_tile(c: gl.constexpr, out, m, bars, at):
     """Tile c of the chunk, by four warps: dx, the scores' gradients, and the numbers."""
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    rows: gl.constexpr = gl.SliceLayout(1, mma)
     dtype: gl.constexpr = m.xs.dtype
-    o_j, o_i = gl.arange(0, 64, rows)[:, None], gl.arange(0, 64, gl.SliceLayout(0, mma))[None, :]
+    o_j, o_i = gl.arange(0, 64, ROWS)[:, None], gl.arange(0, 64, ALONG)[None, :]
     below, same = o_j < o_i, o_j == o_i
-    zero = gl.full([64, 64], 0.0, gl.float32, mma)
+    zero = gl.full([64, 64], 0.0, gl.float32, MMA)
     b_same, b_dS = make_scores(c, m, bars, below, same, zero), zero
     for n in range(at.heads):
         i, turn = n % 2, n // 2 & 1
@@ -313,7 +305,7 @@ def compute_tile(c: gl.constexpr, out, m, bars, at):
         mbarrier.wait(bars.full.index(i), turn)
         b_W = product(x, dy.permute((1, 0)), zero, False)
         # of a token that writes nothing, weight 1 until the end: dstep is of its write
-        b_gc, b_gw, b_on, last, mid = gates_of(m, i, c, rows)
+        b_gc, b_gw, b_on, last, mid = gates_of(m, i, c)
         if n > 0:  # dx of the head before has left
             tma.store_wait(0)
             barrier()
@@ -322,14 +314,14 @@ def compute_tile(c: gl.constexpr, out, m, bars, at):
         b_xdy = gl.sum(gl.where(same, b_W, 0.0), 1)
         gc = m.gates.index(3 * i + 1).slice(64 * c, 64)
         b_M, b_dS = inside(
-            b_W, b_dS, b_on, b_gw, gc, m.scores.index(c + z), m.rows.index(3 * i + c), mma, dtype
+            b_W, b_dS, b_on, b_gw, gc, m.scores.index(c + z), m.rows.index(3 * i + c), dtype
         )
         b_dxs = product(m.Bs.index(c + z), m.dss.index(i), zero, False)
-        b_M = operand(b_M, dtype, mma)
+        b_M = operand(b_M, dtype)
         b_dxs = warpgroup_mma_wait(0, [b_dxs])
         b_r = gl.exp2(last - b_gw)
         # eq:ssd-dgc-state   dgc = -m, dlast = sum(m), m_j = B_j . dB_j = step_j r_j x_j . (B ds)_j
-        b_m = b_on * b_r * gl.sum(x.load(mma).to(gl.float32) * b_dxs, 1)
+        b_m = b_on * b_r * gl.sum(x.load(MMA).to(gl.float32) * b_dxs, 1)
         # eq:ssd-dxs   dXs = (C B^T * G)^T dY + diag(r) B ds
         if c == 0:
             mbarrier.wait(bars.v_full.index(i), turn)
@@ -341,26 +333,26 @@ def compute_tile(c: gl.constexpr, out, m, bars, at):
         if out.D_ptr is not None:
             b_direct += D
         barrier()  # the sums over rows are there
-        b_dgc = m.gates.index(3 * i + 2).slice(64 * c, 64).load(rows)
-        b_dgc += rows_left(m.rows.index(3 * i + c), rows)
+        b_dgc = m.gates.index(3 * i + 2).slice(64 * c, 64).load(ROWS)
+        b_dgc += rows_left(m.rows.index(3 * i + c))
         mbarrier.wait(bars.shared_full.index(i), turn)
         if c == 1:
-            b_dgc += rows_left(m.rows.index(3 * i + 2), rows)
+            b_dgc += rows_left(m.rows.index(3 * i + 2))
         b_dxs = warpgroup_mma_wait(0, [b_dxs])
-        b_cols = gl.sum(x.load(mma).to(gl.float32) * b_dxs, 1)
+        b_cols = gl.sum(x.load(MMA).to(gl.float32) * b_dxs, 1)
         # eq:ssd-dstep   dstep_j = x_j . dXs_j
         b_dstep = b_cols / gl.exp2(b_gc - b_gw) + b_same * b_xdy
         # eq:ssd-dgc-columns   colsum(W)_j + m_j = step_j (x_j . dXs_j - S_jj x_j . dY_j)
         b_dgc -= b_on * b_cols
         # eq:ssd-dx   dX = diag(step) dXs + D dY
-        b_dx = b_dxs * b_on[:, None] + dy.load(mma).to(gl.float32) * b_direct[:, None]
+        b_dx = b_dxs * b_on[:, None] + dy.load(MMA).to(gl.float32) * b_direct[:, None]
         barrier()
         mbarrier.arrive(bars.empty.index(i), count=1)
         x.store(b_dx.to(dtype))
         fence_async_shared()
         barrier()
         async_store(out.dx_desc, [at.row + 64 * c, (at.i_h + n) * at.P], x)
-        store_vectors(out, at, n, c, b_dgc, b_dstep, b_m, b_xdy, rows)
+        store_vectors(out, at, n, c, b_dgc, b_dstep, b_m, b_xdy)
     row = out.dS_ptr + ((at.row + 64 * c + o_i).to(gl.int64) * at.G + at.i_g) * 128 + o_j
     gl.store(row + 64 * c, gl.where(below | same, b_dS, 0.0))
     tma.store_wait(0)
@@ -384,7 +376,7 @@ def ssd_bwd_dx_gluon_kernel(
         far_made     compute_shared: it has read the second tile's C -> tile 1: scores in its place
         full         x, dy, dh and gates, a head ahead -> all: X dY^T, B ds; v
         v_full       compute_shared: v, and far scores -> tile 0: S v
-        shared_full  compute_shared: sums of the second tile's rows, and it reads x no more ->
+        shared_full  compute_shared: sums of the second tile's ROWS, and it reads x no more ->
                      both tiles: dgc; dx takes the place of x
         empty_x      both tiles: dx of the head before has left -> loading warp
         empty        all: nothing else of the head is read any more -> loading warp

@@ -23,6 +23,7 @@ from linattn_edu.kernels.gluon.blocks import (
     product,
     ring,
 )
+from linattn_edu.kernels.gluon.layouts import MMA, ROWS, WIDE, WIDE_ALONG, WIDE_ROWS
 from linattn_edu.kernels.gluon.names import async_load, barrier, record
 from linattn_edu.kernels.gluon.ssd_bwd import place_of
 from linattn_edu.kernels.gluon.support import attempt
@@ -60,7 +61,6 @@ class Out:
 def load_tiles(t, at):
     """The producer, a warp that loads."""
     N: gl.constexpr = at.N
-    P: gl.constexpr = at.P
     mbarrier.expect(t.full_in, 2 * 64 * N * 2)
     for c in gl.static_range(2):
         async_load(t.C_desc, [at.row + 64 * c, at.i_g * N], t.full_in, t.Cs.index(c))
@@ -68,8 +68,8 @@ def load_tiles(t, at):
         i, turn = n % t.STAGES, (n // t.STAGES & 1) ^ 1
         full = t.full.index(i)
         mbarrier.wait(t.empty.index(i), turn)
-        mbarrier.expect(full, (128 * P + 2 * N * P) * 2)
-        async_load(t.dy_desc, [at.row, (at.i_h + n) * P], full, t.dys.index(i))
+        mbarrier.expect(full, (128 * at.P + 2 * N * at.P) * 2)
+        async_load(t.dy_desc, [at.row, (at.i_h + n) * at.P], full, t.dys.index(i))
         async_load(t.h_desc, [at.i_S + n * N, 0], full, t.hs.index(i))
         async_load(t.dh_desc, [at.i_S + n * N, 0], full, t.dhs.index(i))
 
@@ -77,15 +77,11 @@ def load_tiles(t, at):
 @gluon.jit
 def compute_tile(c: gl.constexpr, out, t, at):
     """Tile c of the chunk, by four warps; and <h, dh> of as many rows of the states."""
-    N: gl.constexpr = at.N
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    rows: gl.constexpr = gl.SliceLayout(1, mma)
     dtype: gl.constexpr = t.dys.dtype
-    zero = gl.full([64, 64], 0.0, gl.float32, mma)
-    b_dC = gl.full([64, N], 0.0, gl.float32, wide)
+    zero = gl.full([64, 64], 0.0, gl.float32, MMA)
+    b_dC = gl.full([64, at.N], 0.0, gl.float32, WIDE)
     o = at.i_h.to(gl.int64) * at.tokens + at.row
-    o_t = 64 * c + gl.arange(0, 64, rows)
+    o_t = 64 * c + gl.arange(0, 64, ROWS)
     b_gc, last = gl.load(out.gc_ptr + o + o_t), gl.load(out.gc_ptr + o + 127)
     mbarrier.wait(t.full_in, 0)
     for n in range(at.heads):
@@ -97,13 +93,13 @@ def compute_tile(c: gl.constexpr, out, t, at):
         b_gc, last = gl.load(out.gc_ptr + o_next + o_t), gl.load(out.gc_ptr + o_next + 127)
         mbarrier.wait(t.full.index(i), n // t.STAGES & 1)
         b_y = product(t.Cs.index(c), h, zero, False)
-        b_dy = dy.load(mma).to(gl.float32)
+        b_dy = dy.load(MMA).to(gl.float32)
         # eq:ssd-dc-inter   inter = diag(e) dY h^T
-        b_dC = product(operand(b_dy * b_e[:, None], dtype, wide), h.permute((1, 0)), b_dC)
+        b_dC = product(operand(b_dy * b_e[:, None], dtype, WIDE), h.permute((1, 0)), b_dC)
         # eq:ssd-dlast   dlast = a <h, dh>
-        b_ds = t.dhs.index(i).slice(64 * c, 64).load(mma).to(gl.float32)
-        dlast = gl.sum(gl.sum(h.slice(64 * c, 64).load(mma).to(gl.float32) * b_ds, 1), 0)
-        gl.store(out.dlast_ptr + (at.i_S // N + n) * 2 + c, a * dlast)
+        b_ds = t.dhs.index(i).slice(64 * c, 64).load(MMA).to(gl.float32)
+        dlast = gl.sum(gl.sum(h.slice(64 * c, 64).load(MMA).to(gl.float32) * b_ds, 1), 0)
+        gl.store(out.dlast_ptr + (at.i_S // at.N + n) * 2 + c, a * dlast)
         # eq:ssd-dgc-inter   dgc_i = C_i . inter_i = e_i dY_i . (C h)_i
         b_y = warpgroup_mma_wait(1, [b_y])
         gl.store(out.dgc_ptr + o + o_t, b_e * gl.sum(b_dy * b_y, 1))
@@ -111,8 +107,8 @@ def compute_tile(c: gl.constexpr, out, t, at):
         barrier()
         mbarrier.arrive(t.empty.index(i), count=1)
         o = o_next
-    o_r = at.row + 64 * c + gl.arange(0, 64, gl.SliceLayout(1, wide))[:, None]
-    to = (o_r.to(gl.int64) * at.G + at.i_g) * N + gl.arange(0, N, gl.SliceLayout(0, wide))[None, :]
+    o_r = at.row + 64 * c + gl.arange(0, 64, WIDE_ROWS)[:, None]
+    to = (o_r.to(gl.int64) * at.G + at.i_g) * at.N + gl.arange(0, at.N, WIDE_ALONG)[None, :]
     gl.store(out.parts_ptr + to, b_dC)
 
 

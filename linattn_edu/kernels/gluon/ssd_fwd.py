@@ -27,6 +27,7 @@ from linattn_edu.kernels.gluon.blocks import (
     product,
     ring,
 )
+from linattn_edu.kernels.gluon.layouts import ALONG, MMA, ROWS, WIDE, WIDE_ALONG, WIDE_ROWS
 from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record
 from linattn_edu.kernels.gluon.scan_frame import hand_over
 from linattn_edu.kernels.gluon.support import attempt
@@ -93,15 +94,14 @@ class States:
 def load_tiles(t, at):
     """The producer, a warp that loads."""
     C_desc, B_desc, S_desc, x_desc = t.descs
-    STAGES: gl.constexpr = t.STAGES
     BYTES: gl.constexpr = (2 * 64 * at.N + 64 * 64 + 2 * 64 * at.P) * 2
     o_t = gl.arange(0, 64, gl.BlockedLayout([2], [32], [1], [0]))
     for i_t in range(at.tiles):
-        i, row = i_t % STAGES, at.first + i_t * 64
+        i, row = i_t % t.STAGES, at.first + i_t * 64
         b_gs0, b_gc0 = gl.load(t.gs_ptr + i_t * 64 + o_t), gl.load(t.gc_ptr + i_t * 64 + o_t)
         b_gs1 = gl.load(t.gs_ptr + t.tokens + i_t * 64 + o_t)
         b_gc1 = gl.load(t.gc_ptr + t.tokens + i_t * 64 + o_t)
-        mbarrier.wait(t.empty.index(i), (i_t // STAGES & 1) ^ 1)
+        mbarrier.wait(t.empty.index(i), (i_t // t.STAGES & 1) ^ 1)
         full = t.full.index(i)
         mbarrier.expect(full, BYTES)
         async_load(C_desc, [row, at.i_g * at.N], full, t.Cs.index(i))
@@ -135,11 +135,10 @@ def make_head(w: gl.constexpr, t, m, i, j, b_S, before, tile: gl.constexpr):
 def make_scores(t, m, at):
     """Four warps a tile ahead: what both heads' scans read of their gates."""
     tile: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    STAGES: gl.constexpr = t.STAGES
     before0, before1 = 0.0, 0.0  # gc of the token before, in the chunk
     for i_t in range(at.tiles):
-        i, j = i_t % STAGES, i_t % 2
-        mbarrier.wait(t.full.index(i), i_t // STAGES & 1)
+        i, j = i_t % t.STAGES, i_t % 2
+        mbarrier.wait(t.full.index(i), i_t // t.STAGES & 1)
         b_S = t.Ss.index(i).load(tile).to(gl.float32)
         mbarrier.wait(m.empty.index(j), (i_t // 2 & 1) ^ 1)
         last0 = make_head(0, t, m, i, j, b_S, before0, tile)
@@ -176,36 +175,31 @@ def entering(states, at, i_h, o_h, like, STEP: gl.constexpr):
 @gluon.jit
 def scan_head(w: gl.constexpr, t, m, at, states, out_desc, out, D_ptr, PER: gl.constexpr):
     """Four warps: the scan of head w, transposed."""
-    N: gl.constexpr = at.N
     P: gl.constexpr = at.P
-    STAGES: gl.constexpr = t.STAGES
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    along: gl.constexpr = gl.SliceLayout(0, mma)
     dtype: gl.constexpr = t.xs.dtype
-    zero = gl.full([P, 64], 0.0, gl.float32, mma)
+    zero = gl.full([P, 64], 0.0, gl.float32, MMA)
     i_h = at.i_h + w
-    o_n, o_p = gl.arange(0, N, gl.SliceLayout(0, wide)), gl.arange(0, P, gl.SliceLayout(1, wide))
+    o_n, o_p = gl.arange(0, at.N, WIDE_ALONG), gl.arange(0, P, WIDE_ROWS)
     o_h = o_n[None, :] * P + o_p[:, None]
-    b_h = entering(states, at, i_h, o_h, gl.full([P, N], 0.0, gl.float32, wide), -1)
+    b_h = entering(states, at, i_h, o_h, gl.full([P, at.N], 0.0, gl.float32, WIDE), -1)
     if D_ptr is not None:
-        o_D = gl.arange(0, P, gl.SliceLayout(1, mma))
+        o_D = gl.arange(0, P, ROWS)
         b_D = gl.load(D_ptr + i_h * PER + (o_D if PER > 1 else 0 * o_D)).to(gl.float32)[:, None]
-    b_h16 = operand(b_h, dtype, mma)
+    b_h16 = operand(b_h, dtype)
     for i_t in range(at.tiles):
-        i, j = i_t % STAGES, i_t % 2
-        mbarrier.wait(t.full.index(i), i_t // STAGES & 1)
+        i, j = i_t % t.STAGES, i_t % 2
+        mbarrier.wait(t.full.index(i), i_t // t.STAGES & 1)
         # eq:ssd-inter   inter = diag(e) C h
         b_y = product(b_h16, t.Cs.index(i).permute((1, 0)), zero, False)
         x = half(t.xs.index(i), w).permute((1, 0))
-        b_x = x.load(mma).to(gl.float32)
+        b_x = x.load(MMA).to(gl.float32)
         mbarrier.wait(m.full.index(j), i_t // 2 & 1)
         e = m.rows.index(2 * j + w)
-        b_u = operand(b_x * m.rows.index(4 + 2 * j + w).load(along)[None, :], dtype, wide)
-        b_h *= e.slice(63, 1).load(gl.SliceLayout(0, wide))[None, :]
+        b_u = operand(b_x * m.rows.index(4 + 2 * j + w).load(ALONG)[None, :], dtype, WIDE)
+        b_h *= e.slice(63, 1).load(WIDE_ALONG)[None, :]
         b_y = warpgroup_mma_wait(0, [b_y])
         # eq:ssd-output   y = inter + M X + D X
-        b_y = product(x, m.Ms.index(2 * j + w).permute((1, 0)), b_y * e.load(along)[None, :])
+        b_y = product(x, m.Ms.index(2 * j + w).permute((1, 0)), b_y * e.load(ALONG)[None, :])
         # eq:ssd-scan   h <- a h + (diag(r * step) B)^T X
         b_h = product(b_u, t.Bs.index(i), b_h)
         b_y = warpgroup_mma_wait(1, [b_y])
@@ -218,21 +212,20 @@ def scan_head(w: gl.constexpr, t, m, at, states, out_desc, out, D_ptr, PER: gl.c
         barrier()
         async_store(out_desc, [at.first + i_t * 64, i_h * P], out)
         b_h = warpgroup_mma_wait(0, [b_h])
-        b_h16 = operand(b_h, dtype, mma)
+        b_h16 = operand(b_h, dtype)
         barrier()
         mbarrier.arrive(t.empty.index(i), count=1)
         mbarrier.arrive(m.empty.index(j), count=1)
     tma.store_wait(0)
     if states.ht_ptr is not None:
-        i_end = (at.i_n * at.H + i_h) * N * P
+        i_end = (at.i_n * at.H + i_h) * at.N * P
         gl.store(states.ht_ptr + i_end + o_h, b_h, mask=(o_h >= 0) & at.last)
 
 
 @gluon.jit(do_not_specialize=["T", "tokens", "size"])
 def ssd_fwd_gluon_kernel(
     C_desc, B_desc, S_desc, x_desc, out_desc, gs_ptr, gc_ptr, h0_ptr, ends_ptr, kept_ptr, D_ptr,
-    ht_ptr,
-    T,
+    ht_ptr, T,
     tokens,  # B * T
     size,  # tokens of a piece
     PER: gl.constexpr,

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from linattn_edu.kernels.gluon.blocks import bar_pairs, descriptor, half, operand, product, ring
+from linattn_edu.kernels.gluon.layouts import ALONG, MMA, WIDE, WIDE_ALONG, WIDE_ROWS
 from linattn_edu.kernels.gluon.names import async_load, async_store, barrier, record
 from linattn_edu.kernels.gluon.ssd_fwd import Place, States, entering
 from linattn_edu.kernels.gluon.support import attempt
@@ -53,53 +54,48 @@ def load_tiles(t, at):
 
 
 @gluon.jit
-def gates_of(t, w: gl.constexpr, c, along: gl.constexpr):
+def gates_of(t, w: gl.constexpr, c, ALONG: gl.constexpr):
     """Of chunk c of head w: gs or, back in time, gc of its tokens; and gc of the last."""
-    o, o_t = w * t.tokens + c * 128, gl.arange(0, 64, along)
+    o, o_t = w * t.tokens + c * 128, gl.arange(0, 64, ALONG)
     g_ptr = (t.gc_ptr if t.gs_ptr is None else t.gs_ptr) + o
     return gl.load(g_ptr + o_t), gl.load(g_ptr + 64 + o_t), gl.load(t.gc_ptr + o + 127)
 
 
 @gluon.jit
-def weighted(t, w: gl.constexpr, n, b_g, last, mma: gl.constexpr, wide: gl.constexpr):
+def weighted(t, w: gl.constexpr, n, b_g, last):
     """x^T of the n-th tile by its weights, as a product's first operand."""
     i = n % t.STAGES
     mbarrier.wait(t.full.index(i), n // t.STAGES & 1)
     b_r = gl.exp2(b_g if t.gs_ptr is None else last - b_g)
-    b_x = half(t.xs.index(i), w).permute((1, 0)).load(mma).to(gl.float32)
-    return operand(b_x * b_r[None, :], t.xs.dtype, wide)
+    b_x = half(t.xs.index(i), w).permute((1, 0)).load(MMA).to(gl.float32)
+    return operand(b_x * b_r[None, :], t.xs.dtype, WIDE)
 
 
 @gluon.jit
 def scan_head(w: gl.constexpr, t, at, states, h_desc, out):
     """Four warps: the scan of head w, transposed."""
-    N: gl.constexpr = at.N
-    P: gl.constexpr = at.P
     BACK: gl.constexpr = t.gs_ptr is None
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    along: gl.constexpr = gl.SliceLayout(0, mma)
     i_h, chunks = at.i_h + w, at.tiles // 2
-    o_n, o_p = gl.arange(0, N, gl.SliceLayout(0, wide)), gl.arange(0, P, gl.SliceLayout(1, wide))
-    o_h = o_n[None, :] * P + o_p[:, None]
-    zero = gl.full([P, N], 0.0, gl.float32, wide)
+    o_n, o_p = gl.arange(0, at.N, WIDE_ALONG), gl.arange(0, at.P, WIDE_ROWS)
+    o_h = o_n[None, :] * at.P + o_p[:, None]
+    zero = gl.full([at.P, at.N], 0.0, gl.float32, WIDE)
     b_h = entering(states, at, i_h, o_h, zero, 1 if BACK else -1)
-    b_g0, b_g1, last = gates_of(t, w, chunks - 1 if BACK else 0, along)
+    b_g0, b_g1, last = gates_of(t, w, chunks - 1 if BACK else 0, ALONG)
     for n in range(chunks):
         i, j = 2 * n % t.STAGES, (2 * n + 1) % t.STAGES
         c = chunks - 1 - n if BACK else n
-        b_u = weighted(t, w, 2 * n, b_g0, last, mma, wide)
+        b_u = weighted(t, w, 2 * n, b_g0, last)
         tma.store_wait(0)
         barrier()  # the state before has left `out`
         out.permute((1, 0)).store(b_h.to(out.dtype))
         fence_async_shared()
         barrier()
-        async_store(h_desc, [((at.first // 128 + c) * at.H + i_h) * N, 0], out)
+        async_store(h_desc, [((at.first // 128 + c) * at.H + i_h) * at.N, 0], out)
         # eq:ssd-scan   h <- a h + (diag(r * step) B)^T X;  back  dh <- a dh + (diag(e) C)^T dY
         b_h = product(b_u, t.Bs.index(i), b_h * gl.exp2(last))
-        b_v = weighted(t, w, 2 * n + 1, b_g1, last, mma, wide)
+        b_v = weighted(t, w, 2 * n + 1, b_g1, last)
         more = gl.minimum(n + 1, chunks - 1)
-        b_g0, b_g1, last = gates_of(t, w, chunks - 1 - more if BACK else more, along)
+        b_g0, b_g1, last = gates_of(t, w, chunks - 1 - more if BACK else more, ALONG)
         b_h = product(b_v, t.Bs.index(j), b_h)
         b_h = warpgroup_mma_wait(0, [b_h])
         barrier()
@@ -107,7 +103,7 @@ def scan_head(w: gl.constexpr, t, at, states, h_desc, out):
         mbarrier.arrive(t.empty.index(j), count=1)
     tma.store_wait(0)
     if states.ht_ptr is not None:
-        i_end = (at.i_n * at.H + i_h) * N * P
+        i_end = (at.i_n * at.H + i_h) * at.N * at.P
         gl.store(states.ht_ptr + i_end + o_h, b_h, mask=(o_h >= 0) & at.last)
 
 
@@ -115,8 +111,7 @@ def scan_head(w: gl.constexpr, t, at, states, h_desc, out):
 def ssd_states_gluon_kernel(
     B_desc, x_desc, h_desc,
     gs_ptr,  # None: back in time
-    gc_ptr, h0_ptr, ends_ptr, kept_ptr, ht_ptr,
-    T,
+    gc_ptr, h0_ptr, ends_ptr, kept_ptr, ht_ptr, T,
     tokens,  # B * T
     size,  # tokens of a piece
     G: gl.constexpr, H: gl.constexpr, N: gl.constexpr, P: gl.constexpr, STAGES: gl.constexpr,

@@ -15,6 +15,13 @@ from linattn_edu.kernels.rows import of_generation
 from linattn_edu.kernels.tiles import block, cdiv
 
 LATER = ("hopper", "blackwell")
+TAKEN = "{generation}, {dtype}, K={K}, V={V}"
+
+
+def either(why: str | None, other: str, takes: str, words: str = TAKEN) -> Choice:
+    """What a decision takes; if there is a `why` not, the other."""
+    return Choice(other, why) if why else Choice(takes, words)
+
 
 # -- which set of stages
 
@@ -32,8 +39,7 @@ BFLOAT16 = ("{dtype}: bfloat16 is wanted", lambda k: k.dtype == torch.bfloat16)
 @decision
 def gdn_backward_stages(kind: Kind) -> Choice:
     """Of the backward pass of Gated DeltaNet: "fused" or "staged"; the forward pass is fused."""
-    why = first(FUSED, kind)
-    return Choice("staged", why) if why else Choice("fused", "{generation}, {dtype}, K={K}, V={V}")
+    return either(first(FUSED, kind), "staged", "fused")
 
 
 # with 128 keys scan_bwd in halves wants 640 columns of tensor memory, and Blackwell has 512
@@ -46,10 +52,9 @@ HALVES = (
 @decision
 def gdn_halves(kind: Kind) -> Choice:
     """Of Gated DeltaNet whose beta may be beyond 1: P and A * G in "halves" in both passes, or as
-    "one" number, with q, k and v in float32. No kernel in Gluon takes halves.
+    "one" number, with q, k and v in float32.
     """
-    why = first(HALVES, kind)
-    return Choice("one", why) if why else Choice("halves", "{generation}, {dtype}, K={K}, V={V}")
+    return either(first(HALVES, kind), "one", "halves")
 
 
 @decision
@@ -58,8 +63,7 @@ def kda_halves(kind: Kind) -> Choice:
     "halves" of bfloat16, whose 16 bits are too few beside float16; or "one" number of float32 in
     the stages one by one, with q, k and v in float32 too.
     """
-    why = first((*HALVES, BFLOAT16), kind)
-    return Choice("one", why) if why else Choice("halves", "{generation}, {dtype}, K={K}, V={V}")
+    return either(first((*HALVES, BFLOAT16), kind), "one", "halves")
 
 
 @decision
@@ -67,8 +71,7 @@ def kda_forward_stages(kind: Kind) -> Choice:
     """Of the forward pass of Kimi Delta Attention and GDN-2: "fused" or "staged". Its kernels give
     the same bits, whatever the batch.
     """
-    why = first(FUSED, kind)
-    return Choice("staged", why) if why else Choice("fused", "{generation}, {dtype}, K={K}, V={V}")
+    return either(first(FUSED, kind), "staged", "fused")
 
 
 @decision
@@ -129,7 +132,7 @@ def kda_backward_stages(kind: Kind, *gates: torch.dtype) -> Choice:
         why = first(KDA_BACKWARD, kind) or unlike(kind, gates)
     else:
         why = first(KDA_HELD, kind)
-    return Choice("staged", why) if why else Choice("fused", "{generation}, {dtype}, K={K}, V={V}")
+    return either(why, "staged", "fused")
 
 
 SSD = (
@@ -147,8 +150,7 @@ def ssd_stages(kind: Kind, low: float = 0.0) -> Choice:
     """
     if low < 0:
         return Choice("staged", "a step may be negative, and a memory grow")
-    why = first(SSD, kind)
-    return Choice("staged", why) if why else Choice("fused", "{generation}, {dtype}, N={K}, P={V}")
+    return either(first(SSD, kind), "staged", "fused", "{generation}, {dtype}, N={K}, P={V}")
 
 
 # the kernels hold tiles of 64 tokens, and the whole state of a head
@@ -172,9 +174,7 @@ def _of_ssd(kind: Kind, conditions: tuple, documents: bool, other: str = "") -> 
         why = "documents in a sequence" if documents else other
     if why is None and limits.SSD_GLUON < support.THIS:
         why = "a Triton with which the one in Gluon was not run yet"
-    if why:
-        return Choice("triton", why)
-    return Choice("gluon", "Hopper, {dtype}, N={K}, P={V}, whole chunks of {C}")
+    return either(why, "triton", "gluon", "Hopper, {dtype}, N={K}, P={V}, whole chunks of {C}")
 
 
 @decision
@@ -253,9 +253,7 @@ def gluon_scan(kind: Kind, wide: bool) -> Choice:
     pays.  wide: one whose states have 128 keys, as all but the first have.
     """
     why = first(WIDE if wide else SCAN, kind)
-    if why:
-        return Choice("triton", why)
-    return Choice("gluon", "Hopper, {dtype}, K={K}, whole chunks of {C}")
+    return either(why, "triton", "gluon", "Hopper, {dtype}, K={K}, whole chunks of {C}")
 
 
 @decision
@@ -275,12 +273,10 @@ INTRA_BWD = (
 
 
 @decision
-def intra_chunk_bwd(kind: Kind) -> Choice:
-    """Of Gated DeltaNet, "gluon" or "triton"."""
-    why = first(INTRA_BWD, kind)
-    if why:
-        return Choice("triton", why)
-    return Choice("gluon", "Hopper, {dtype}, K={K}, V={V}, whole chunks of {C}")
+def intra_chunk_bwd(kind: Kind, halves: bool = False) -> Choice:
+    """Of Gated DeltaNet, "gluon" or "triton".  halves: v_new and Z have low ones."""
+    why = first((*INTRA_BWD, BFLOAT16, WHOLE_HEADS) if halves else INTRA_BWD, kind)
+    return either(why, "triton", "gluon", "Hopper, {dtype}, K={K}, V={V}, whole chunks of {C}")
 
 
 # where a factor of 2^NEAR fits the dtype and one anchor was found to be faster
@@ -296,18 +292,19 @@ def kda_near(kind: Kind, halves: bool = False) -> Choice:
     channels by the one kernel.  halves: fp32 is multiplied in two halves of bfloat16.
     """
     why = first(NEAR[:1] if halves else NEAR, kind)
-    return Choice("all", why) if why else Choice("anchored", "{generation}, {dtype}")
+    return either(why, "all", "anchored", "{generation}, {dtype}")
 
 
 KDA_INTRA = (*WHOLE, KEY_HEADS, *GLUON, BFLOAT16, WHOLE_HEADS, ENOUGH, ALIGNED)
 
 
 @decision
-def kda_fused_intra_bwd(kind: Kind, *gates: torch.dtype) -> Choice:
-    """Of Kimi Delta Attention, "gluon" or "triton"."""
-    if why := first(KDA_INTRA, kind) or unlike(kind, gates):
-        return Choice("triton", why)
-    return Choice("gluon", "Hopper, bfloat16, K={K}, V={V}, whole chunks of {C}")
+def kda_fused_intra_bwd(kind: Kind, halves: bool = False, *gates: torch.dtype) -> Choice:
+    """Of Kimi Delta Attention, "gluon" or "triton".  halves: v_new and Z have low ones."""
+    why = first(KDA_INTRA, kind) or unlike(kind, gates)
+    if gates and halves:
+        why = why or "with halves there is no room for an erase and a write gate"
+    return either(why, "triton", "gluon", "Hopper, bfloat16, K={K}, V={V}, whole chunks of {C}")
 
 
 KDA_GATE_PREPARE = (

@@ -73,14 +73,12 @@ def kda_scan(load: Load, *gates: torch.dtype) -> Choice:
 
 @decision
 def transposed(load: Load, programs: int, BK: int, BV: int) -> Choice:
-    """A scan in plain Triton: "transposed", or "upright".
+    """A scan in plain Triton: "transposed", as it always is with low halves, or "upright".
 
     The transposed kernel, whose products are 64 rows high, has two programs for many a
     multiprocessor; with one it would be the slower of the two. Measured for keys of more than 64.
     """
     kind = load.kind
-    if BV == 128:
-        return Choice("transposed", "tiles of 128 values, with low halves")
     if kind.generation not in LATER or kind.dtype.itemsize != 2 or BK != 128 or BV != 64:
         return Choice("upright", "not 16 bit with tiles of 128 keys and 64 values on Hopper")
     if 2 * programs < 3 * load.processors:

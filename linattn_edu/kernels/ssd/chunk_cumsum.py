@@ -58,8 +58,7 @@ def chunk_cumsum_kernel(
     bias_ptr,  # [H] or None
     step_ptr,  # [B, T, H] out
     gc_ptr,  # [B, T, H] out: log2, cumulative within a chunk
-    low,
-    high,
+    low, high,
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,
@@ -82,8 +81,7 @@ def chunk_cumsum_log_kernel(
     A_ptr,  # [H]
     bias_ptr,  # [H] or None
     gates_ptr,  # [2, H, B, T] out: gs, and gc cumulative within a chunk, log2
-    low,
-    high,
+    low, high,
     cu_ptr,  # [N + 1] or None
     chunks_ptr,  # [NT, 2] or None
     T,

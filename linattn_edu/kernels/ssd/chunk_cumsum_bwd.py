@@ -23,11 +23,8 @@ def chunk_cumsum_bwd_kernel(
     m_ptr,  # [B, T, H] or None: added to dlast
     ddt_ptr,  # [B, T, H] out
     sums_ptr,  # [NT, 2, H] out: of dA, and of ddt, over the chunk
-    low,
-    high,
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    low, high,
+    cu_ptr, chunks_ptr, T,  # of channels_of
     stride_t,  # of dgc, dstep and m, between tokens
     stride_h,  # and between heads
     H: tl.constexpr, SOFTPLUS: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,

@@ -28,9 +28,7 @@ def chunk_scan_kernel(
     z_ptr,  # [B, T, H, P] or None
     seq_ptr,  # [B, T] or None
     out_ptr,  # [B, T, H, P] out
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     PER: tl.constexpr,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,

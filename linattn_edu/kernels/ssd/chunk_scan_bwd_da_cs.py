@@ -20,9 +20,7 @@ def chunk_scan_bwd_da_cs_kernel(
     dy_ptr,  # [B, T, H, P]
     seq_ptr,  # [B, T] or None
     dgc_ptr,  # [B, T, H] out: natural units
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip

@@ -24,10 +24,8 @@ def chunk_scan_bwd_dc_kernel(
     seq_ptr,  # [B, T] or None
     dC_ptr, dB_ptr,  # [B, T, G, N] out
     dgc_ptr,  # [N / BN, B, T, H] out: natural units
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    tokens,
-    T,
+    cu_ptr, chunks_ptr,  # of chunk_of
+    tokens, T,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip

@@ -25,9 +25,7 @@ def chunk_scan_chunk_state_bwd_dx_kernel(
     dx_ptr,  # [B, T, H, P] out
     dstep_ptr,  # [B, T, H] out
     dD_ptr,  # [NT, H, PER] out: sums over the chunk; or None
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     PER: tl.constexpr,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,

@@ -18,9 +18,7 @@ def chunk_state_kernel(
     gc_ptr,  # [B, T, H] log2
     seq_ptr,  # [B, T] or None
     s_ptr,  # [B, NT, H, N, P] out
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip

@@ -21,11 +21,8 @@ def chunk_state_bwd_db_kernel(
     dB_ptr,  # [B, T, G, N] out: the part of the states
     dgc_ptr,  # [N / BN, B, T, H] out: natural units
     dlast_ptr,  # [N / BN, B, NT, H] out: natural units
-    cu_ptr,  # [N + 1] or None
-    chunks_ptr,  # [NT, 2] or None
-    tokens,
-    chunks,
-    T,
+    cu_ptr, chunks_ptr,  # of chunk_of
+    tokens, chunks, T,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip

@@ -125,11 +125,9 @@ def ema_piece_kernel(
     gc_ptr,  # [B, T, H] log2
     s_ptr,  # [NW, H, D] out: what a piece adds to the state
     a_ptr,  # [NW, H] out: its decay
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
+    cu_ptr, offsets_ptr,  # of sequence_of
     chunks_ptr,  # [NT, 2] or None
-    N,
-    T,
+    N, T,
     H: tl.constexpr, D: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr,
     L: tl.constexpr,  # chunks of a piece
@@ -188,11 +186,9 @@ def ema_kernel(
     y_ptr,  # [B, T, H, D] out
     h_ptr,  # [NT, H, D] out: state entering each chunk, or None
     ht_ptr,  # [N, H, D] out, or None
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
+    cu_ptr, offsets_ptr,  # of sequence_of
     chunks_ptr,  # [NT, 2] or None
-    N,
-    T,
+    N, T,
     H: tl.constexpr, D: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr,
     L: tl.constexpr,  # chunks of a piece

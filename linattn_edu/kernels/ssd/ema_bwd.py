@@ -46,11 +46,9 @@ def ema_bwd_kernel(
     dg_ptr,  # [D / BD, B, T, H] out: parts of dg
     dw_ptr,  # [D / BD, B, T, H] out: parts of dw, or None
     dh0_ptr,  # [N, H, D] out
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
+    cu_ptr, offsets_ptr,  # of sequence_of
     chunks_ptr,  # [NT, 2] or None
-    N,
-    T,
+    N, T,
     H: tl.constexpr, D: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr,
     L: tl.constexpr,  # chunks of a piece

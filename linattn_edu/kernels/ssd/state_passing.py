@@ -34,9 +34,7 @@ def state_passing_kernel(
     seq_ptr,  # [B, T] or None
     h_ptr,  # [B, NT, H, D] out
     ht_ptr,  # [N, H, D] out, or None
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
-    T,
+    cu_ptr, offsets_ptr, T,  # of sequence_of
     H: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """One program: BD numbers of one head's state, through all chunks.  Grid (N * H, D / BD).

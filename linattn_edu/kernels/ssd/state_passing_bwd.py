@@ -21,9 +21,7 @@ def state_passing_bwd_kernel(
     ds_ptr,  # [B, NT, H, D] out
     part_ptr,  # [B, NT, H, D / BD] out: the part of dlast that a program's numbers make
     dh0_ptr,  # [N, H, D] out
-    cu_ptr,  # [N + 1] or None
-    offsets_ptr,  # [N + 1] or None
-    T,
+    cu_ptr, offsets_ptr, T,  # of sequence_of
     H: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """One program: BD numbers of one head's dS, back through all chunks.  Grid (N * H, D / BD).

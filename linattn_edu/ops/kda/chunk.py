@@ -376,8 +376,6 @@ class FusedStages:
     kda_fused_scan: Callable = stage("fused.kda_fwd")
     kda_gates: Callable = stage("fused.kda_scans")
     kda_fused_scans: Callable = stage("fused.kda_scans")
-    kda_outer_bwd: Callable = stage("fused.kda_bwd")
-    kda_intra_bwd: Callable = stage("delta.kda_intra_bwd")
     kda_fused_intra_bwd: Callable = stage("fused.kda_bwd")
     kda_intra_gate_bwd: Callable = stage("fused.kda_bwd")
     gate_bwd: Callable = stage("delta.gate_bwd")
@@ -619,21 +617,10 @@ def backward(
             qg, kg, kd, v, strength, gc, P, A, do, initial_state, dht, scale=scale, **fine
         )
         del kd, kg, qg
-        raw = g, A_log, dt_bias
-        if halves:
-            outer = stages.kda_outer_bwd(
-                v, h, v_new, do, dh, Z, write, scale=scale, fine=True, **options
-            )
-            del h, v_new, dh, Z
-            dq, dk, dbeta, dgc = stages.kda_intra_bwd(
-                q, k, beta, gc, *outer[:7], precision="halves", **packed
-            )
-            found = dq, dk, dbeta, *stages.gate_bwd(dgc, *raw, **gate), *outer[7:]
-        else:
-            found = stages.kda_intra_gate_bwd(
-                q, k, v, beta, gc, h, v_new, do, dh, Z, *raw, write, scale=scale, **gate
-            )
-        dq, dk, dbeta, dg, dA_log, ddt_bias, *of_values = found
+        dq, dk, dbeta, dg, dA_log, ddt_bias, *of_values = stages.kda_intra_gate_bwd(
+            q, k, v, beta, gc, h, v_new, do, dh, Z, g, A_log, dt_bias, write, scale=scale,
+            **gate | fine,
+        )  # fmt: skip
         dv, *dwrite = of_values or (dv,)
         return dq, dk, dv, dg, dbeta, *dwrite, dA_log, ddt_bias, dh0
     if again:

@@ -33,9 +33,10 @@ def kda_outer_bwd(
         v: the argument of the forward pass. h, v_new, dh, Z: from kda_fused_scans.
         do: [B, T, HV, V], gradient of o. write: the write gate [B, T, HV, V], or None.
     Returns:
-        dP, dL [B, T, HV, C], dqg, dkb, dkg [B, T, HV, K], dgl [B, NT, HV, K], and rowsum(Z * V),
-        to which kda_intra_bwd adds, in fp32 (fp64 for fp64 input), but dL in v.dtype; or with write
-        None in its place, dv = write * Z and its gradient Z * V, in the dtypes of v and write.
+        dP, dL [B, T, HV, C], dqg, dkb, dkg [B, T, HV, K], dgl [B, NT, HV, K], rowsum(Z * V), to
+        which kda_intra_bwd adds, and rowsum(Z * v_new), beta times the whole of it, in fp32 (fp64
+        for fp64 input), but dL in v.dtype; or with write None in the place of both sums, then
+        dv = write * Z and its gradient Z * V, in the dtypes of v and write.
     Source: chapters 12d and 24.
     """
     dtype, T = compute_dtype(v, h, v_new, do, dh, Z), v.shape[1]
@@ -54,7 +55,7 @@ def kda_outer_bwd(
     dP, dL, *rows = (from_chunks(x, T) for x in (dP, dL, *rows))
     found = dP, dL.to(v.dtype), *rows, dgl
     if write is None:
-        return *found, from_chunks((Z * V).sum(-1), T)
+        return *found, *(from_chunks((Z * x).sum(-1), T) for x in (V, V_new))
     dV, dwrite = write.to(dtype) * from_chunks(Z, T), from_chunks(Z * V, T)
     return *found, None, dV.to(v.dtype), dwrite.to(write.dtype)
 
@@ -88,7 +89,8 @@ def kda_fused_intra_bwd(
     """
     outer = kda_outer_bwd(v, h, v_new, do, dh, Z, write, scale=scale, chunk_size=chunk_size)
     rows = (x.to(v.dtype) for x in outer[:5])
-    return *kda_intra_bwd(q, k, beta, gc, *rows, *outer[5:7]), *outer[7:]
+    gates = () if write is None else outer[7:]
+    return *kda_intra_bwd(q, k, beta, gc, *rows, *outer[5:7]), *gates
 
 
 def kda_intra_gate_bwd(
