@@ -9,9 +9,11 @@ from gdn_checks import launches
 from grids import combinations, parametrize
 
 from linattn_edu.kernels.delta.kda_bwd import kda_output_bwd, kda_wy_bwd
+from linattn_edu.kernels.delta.kda_intra import kda_intra as kda_intra_kernel
 from linattn_edu.kernels.delta.kda_intra_bwd import kda_intra_bwd
 from linattn_edu.kernels.fused import kda_bwd as kernels
-from linattn_edu.kernels.fused.kda_scans import kda_fused_scans
+from linattn_edu.kernels.fused.kda_scans import kda_fused_scans, kda_gates
+from linattn_edu.kernels.routes import forced
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_intra import kda_intra
 from linattn_edu.reference.fused import kda_bwd as references
@@ -104,3 +106,39 @@ def test_kda_intra_bwd_gluon(T, HV, far, device, force):
     for name, a, b, want in zip(("dq", "dk", "dbeta", "dgc"), got, staged, exact, strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape), name
         assert relative_rms(a, want) <= 1.02 * relative_rms(b, want), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("far", [False, True], ids=["near", "near and far"])
+def test_kda_intra_bwd_gluon_in_halves(far, device, force):
+    """No farther from float64 than the plain kernels, but for rows of channels that are not near,
+    which are rounded as the states are; twice. A beta of 0, and beyond 1.
+    """
+    needs_gluon(device)
+    x = gdn_inputs(2, 2560, 4, 4, 128, 128, dtype=torch.bfloat16, device=device, seed=0)
+    g = -torch.rand(2, 2560, 4, 128, device=device) / 8
+    if far:
+        g[:, :64, ::2, 64:] = -20
+        g[:, ::7, 1] = -30
+    beta, do = 2 * torch.rand(2, 2560, 4, device=device), torch.randn_like(x.v)
+    beta[:, ::9] = 0
+    halves, options = {"chunk_size": 64, "fine": True}, {"chunk_size": 64, "scale": SCALE}
+    gc, kd, kg, qg = kda_gates(x.q, x.k, g, **halves)
+    P, A = kda_intra_kernel(x.q, x.k, beta, gc, chunk_size=64, precision="halves")
+    given = qg, kg, kd, x.v, beta, gc, P, A, do
+    h, v_new, dh, Z, *_ = kda_fused_scans(*given, scale=SCALE, fine=True)
+    args = [x.q, x.k, x.v, beta, gc, h, v_new, do, dh, Z]
+    wide = [t.double() for t in args]
+    wide[6], wide[9] = (sum(t.chunk(2, -1)) for t in (wide[6], wide[9]))
+    exact = references.kda_fused_intra_bwd(*wide, **options)
+    with forced(kda_fused_intra_bwd="triton"):
+        plain = kda_fused_intra_bwd(*args, **options, fine=True)
+    force(ENOUGH=1)
+    with launches() as ran:
+        got, again = (kda_fused_intra_bwd(*args, **options, fine=True) for _ in range(2))
+    assert kernels.kda_intra_bwd_gluon.kda_intra_bwd_gluon_kernel in ran
+    assert all(map(torch.equal, got, again))
+    for name, a, b, want in zip(("dq", "dk", "dbeta", "dgc"), got, plain, exact, strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+        most = max(1.02 * relative_rms(b, want), 2**-13 if far else 0)
+        assert relative_rms(a, want) <= most, name

@@ -5,14 +5,14 @@ import stages
 import torch
 from delta.stage_checks import check_stage
 from gdn_checks import PAYS
-from kernels.gluon_cases import BF16, CASES, HEAD, NO_GPU, gates, in_halves
+from kernels.gluon_cases import BF16, CASES, HEAD, NO_GPU, gates, in_halves, in_pairs
 from kernels.gluon_small import double_gluon
 from triton.experimental.gluon import language as gl
 
 from linattn_edu.gluon_interpreter import interpreted
 from linattn_edu.gluon_interpreter.values import Block, Number, Pointer
 from linattn_edu.kernels.delta import warm_up
-from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd, gdn_intra, gdn_scans, kda_scans
+from linattn_edu.kernels.fused import gdn_bwd, gdn_fwd, gdn_intra, gdn_scans, kda_bwd, kda_scans
 from linattn_edu.packing import pack
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_intra import kda_intra
@@ -20,7 +20,9 @@ from linattn_edu.reference.fused import gdn_bwd as bwd_reference
 from linattn_edu.reference.fused import gdn_fwd as fwd_reference
 from linattn_edu.reference.fused import gdn_intra as intra_reference
 from linattn_edu.reference.fused import gdn_scans as scans_reference
+from linattn_edu.reference.fused import kda_bwd as bwd_of_channels
 from linattn_edu.reference.fused import kda_scans as kda_reference
+from linattn_edu.reference.fused.kda_fwd import kda_prepare
 from linattn_edu.testing import gdn_inputs, relative_rms
 
 pytestmark = [pytest.mark.usefixtures("poison"), NO_GPU]
@@ -86,6 +88,32 @@ def test_low_halves(most, force):
     want = bwd_reference.intra_chunk_bwd(*exact, low, **CHUNKS, **SCALED)[2:]
     assert relative_rms(dbeta, want[0]) < (2**-20 if most < 1 else 2**-13)
     assert relative_rms(dgc, want[1]) < (2**-17 if most < 1 else 2**-10)
+
+
+def test_low_halves_of_channels(force):
+    """The same of Kimi Delta Attention; of some tokens beta is 0, and dbeta from V."""
+    torch.manual_seed(0)
+    r = stages.parts("kda_fused", 192, HEAD, HEAD, 64, torch.float32, CPU, H=2, gate="open")
+    r.beta[:, ::7], r.beta[:, 3::11] = 0, 1.9
+    r.q, r.k, r.v, r.do = (x.bfloat16().float() for x in (r.q, r.k, r.v, r.do))
+    P, A, *rows = kda_prepare(r.q, r.k, r.beta, r.gc, **CHUNKS)
+    kd, kg, qg = rows
+    given = qg, kg, kd, r.v, r.beta, r.gc, P, A, r.do
+    h, r.v_new, dh, r.Z, *_ = kda_reference.kda_fused_scans(*given, **SCALED)
+    r.h, r.dh = h, dh
+    in_pairs(r)
+    args = [r.q, r.k, r.v, r.beta, r.gc, r.h, r.v_new, r.do, r.dh, r.Z]
+    force(**PAYS, kda_fused_intra_bwd="gluon")
+    wide = [x.double() for x in args]
+    wide[6], wide[9] = (sum(x.chunk(2, -1)) for x in (wide[6], wide[9]))
+    with interpreted() as ran:
+        _, _, dbeta, dgc = kda_bwd.kda_fused_intra_bwd(*args, fine=True, **CHUNKS, **SCALED)
+    assert len(ran) == 1
+    want = bwd_of_channels.kda_fused_intra_bwd(*wide, **CHUNKS, **SCALED)[3]
+    assert relative_rms(dgc, want) < 2**-17
+    wide[5] = h.double()
+    want = bwd_of_channels.kda_fused_intra_bwd(*wide, **CHUNKS, **SCALED)[2]
+    assert relative_rms(dbeta, want) < 2**-12
 
 
 def test_intra_of_packed_sequences(force):

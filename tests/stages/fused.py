@@ -158,7 +158,7 @@ STAGES = [
 # the same stages on rows of both halves
 IN_HALVES = (
     "kda_gates", "kda_fused_scan", "kda_fused_scan_map", "kda_fused_scans",
-    "kda_fused_scan_map_bwd", "kda_outer_bwd",
+    "kda_fused_scan_map_bwd", "kda_outer_bwd", "kda_fused_intra_bwd", "kda_intra_gate_bwd",
 )  # fmt: skip
 STAGES += [
     replace(s, call=paired(s.call), more=[paired(f) for f in s.more], when=fine)
