@@ -140,5 +140,6 @@ def test_kda_intra_bwd_gluon_in_halves(far, device, force):
     assert all(map(torch.equal, got, again))
     for name, a, b, want in zip(("dq", "dk", "dbeta", "dgc"), got, plain, exact, strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape), name
-        most = max(1.02 * relative_rms(b, want), 2**-13 if far else 0)
-        assert relative_rms(a, want) <= most, name
+        # of rounded states float64 has another dbeta
+        most = 2**-12 if name == "dbeta" else 2**-13 if far else 0
+        assert relative_rms(a, want) <= max(1.02 * relative_rms(b, want), most), name

@@ -24,6 +24,7 @@ from linattn_edu.kernels.tiles import (
     cdiv,
     dot,
     dot_left,
+    dot_right,
     first_state,
     load_gate,
     load_row,
@@ -77,17 +78,18 @@ def scan_kernel(
         b_h = cast(b_S, b_k.dtype)
 
         # eq:delta-residual   W = V - diag(2^gc) K S
-        b_W = b_v.to(tl.float32) - tl.exp2(b_gc)[:, None] * dot(b_k, b_h)
+        b_kS = dot_right(b_k, None, b_S, None, False)
+        b_W = b_v.to(tl.float32) - tl.exp2(b_gc)[:, None] * b_kS
         # eq:delta-v-new   v_new = R W
-        b_v = dot(b_R, cast(b_W, b_R.dtype))
+        b_v = dot_right(b_R, None, b_W, None, False)
         # eq:delta-inter   diag(2^gc) Q S
         b_o = tl.exp2(b_gc)[:, None] * dot(b_q, b_h)
         # eq:delta-output   o = scale (inter + P v_new)
-        b_o = scale * dot(b_P, cast(b_v, b_P.dtype), b_o)
+        b_o = scale * dot_right(b_P, None, b_v, b_o, False)
         store_tile(o_ptr, b_o, o_t, o_v, HV * V, tl.where(i_t < skip, 0, n_t), V)
         # eq:delta-state   S <- 2^gc_last S + (diag(2^(gc_last - gc)) K)^T v_new
         b_v *= tl.exp2(b_last - b_gc)[:, None]
-        b_S = dot(tl.trans(b_k), cast(b_v, b_k.dtype), b_S * tl.exp2(b_last))
+        b_S = dot_right(tl.trans(b_k), None, b_v, b_S * tl.exp2(b_last), False)
 
         q_ptr += BT * H * K
         k_ptr += BT * H * K
