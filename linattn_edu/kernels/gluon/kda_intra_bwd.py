@@ -91,13 +91,13 @@ def as_read(x, dtype: gl.constexpr, FINE: gl.constexpr):
 
 
 @gluon.jit
-def written(m, v_ptr, none, c: gl.constexpr, i_c, i_h, HV: gl.constexpr, V: gl.constexpr,
+def written(m, v_ptr, none, z, c: gl.constexpr, i_c, i_h, HV: gl.constexpr, V: gl.constexpr,
             BT: gl.constexpr):  # fmt: skip
     """In halves, what 64 values add to rowsum(Z * v_new) / beta, dbeta without the rounding of the
     states; to rowsum(Z * V) where `none` of it is taken.
     """
-    b_Z = half(m.Zs.index(0), c).load(MMA).to(gl.float32) + half(m.Z_lows.index(0), c).load(MMA)
-    b_v = half(m.news.index(0), c).load(MMA).to(gl.float32) + half(m.v_lows.index(0), c).load(MMA)
+    b_Z = half(m.Zs.index(z), c).load(MMA).to(gl.float32) + half(m.Z_lows.index(z), c).load(MMA)
+    b_v = half(m.news.index(z), c).load(MMA).to(gl.float32) + half(m.v_lows.index(z), c).load(MMA)
     b_sum = gl.convert_layout(gl.sum(own_sums(b_Z * b_v), 1), ROWS)
     b_sum /= gl.where(none, 1.0, m.betas.load(ROWS))
     if gl.max(none.to(gl.int32), 0) > 0:
@@ -200,7 +200,7 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
         b_dgl = gl.convert_layout(gl.sum(b_t, 1), ROWS)
         if FINE:
             none = not_written(m.betas, both, ROWS)
-            b_dbeta = written(m, out.v_ptr, none, c, i_c, i_h, HV, V, BT)
+            b_dbeta = written(m, out.v_ptr, none, z, c, i_c, i_h, HV, V, BT)
         elif m.bs is None:
             b_t = own_dot(half(Z, c), half(m.vs.index(z), c))
             b_dbeta = gl.convert_layout(gl.sum(b_t, 1), ROWS)
@@ -240,6 +240,8 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
             a, a_low = operand(b_high, dtype), operand(b_rest, dtype)
             b_r = products(a, a_low, dL, dL_low, b_r, True, FINE, FINE)
             b_r = warpgroup_mma_wait(0, [b_r])  # its operands leave their registers to the next
+            if FINE:  # again, and no register holds it meanwhile
+                b_g = gc.permute((1, 0)).load(MMA) - b_ga[:, None]
             b_F = gl.exp2(-b_g)
             b_kF, b_low = in_halves(k.permute((1, 0)).load(MMA).to(gl.float32) * b_F, dtype)
             # eq:kda-dq   dQ_i += sum over j < i of dP_ij k_j 2^(gc_i - gc_j)
