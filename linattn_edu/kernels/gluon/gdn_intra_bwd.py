@@ -193,8 +193,8 @@ def store_sums(
 
 @gluon.jit
 def factors(b_beta, FINE: gl.constexpr):
-    """beta = one two of significand, to round dL times one; with low halves beta, of which dL that
-    is multiplied by it must not be without, and 1.
+    """beta = one two of significand, where dL is kept times one; with low halves all of beta and 1,
+    but no beta of 0, since dL is kept times beta alone.
     """
     if FINE:
         return gl.where(gl.abs(b_beta) < 2.0**-60, 2.0**-60, b_beta), gl.zeros_like(b_beta) + 1.0
@@ -386,11 +386,11 @@ def intra_chunk_bwd_gluon_kernel(
 
     mbarriers, in the order of an item; K / 64 groups of four warps compute::
 
-        full_new    do and v_new, an item ahead -> groups: dO v_new^T, Z v_new^T
+        full_new    do and v_new, an item ahead but in halves -> groups: dO v_new^T, Z v_new^T
         full_Z      Z and v -> groups
         full_h      h -> groups: dO S^T, Z S^T
         full_dh     dh -> groups: v_new dS^T
-        gates_full  loading warp: gc and beta, an item ahead -> groups
+        gates_full  loading warp: gc and beta, as full_new -> groups
         empty_k     groups: the last dq and dk have left -> loading warp
         used        groups, at the end of the item before -> groups: they write dM or dL, and sums
         ready       groups: dM and dL are there -> groups, which multiply by them

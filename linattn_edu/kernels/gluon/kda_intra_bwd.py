@@ -61,7 +61,7 @@ class Out:
     dL_ptr: object
     dgl_ptr: object
     dbeta_ptr: object
-    v_ptr: object  # in halves: read where beta is next to nothing
+    v_ptr: object  # in halves, for `written`
     scale: object
 
 
@@ -343,7 +343,8 @@ def kda_intra_bwd_gluon_kernel(
         full_h      h -> both: dO S^T, Z S^T
         full_dh     dh -> both: v_new dS^T
         empty_k     both: the last dq, dk and dgc have left -> loading warp
-        used        both, at the end of the item before -> both: they write dP or dL, and sums
+        used        both, at the end of the item before -> both: they write dP or dL, and sums; in
+                    halves -> loading warp: S comes to the place of dP and dL
         gates_full  loading warp: betas, middles, lasts, nears -> both
         ready       both: dP and dL are there -> both, which multiply by them
         empty_h     all of these: nothing reads what lies in the first three any more -> loading
