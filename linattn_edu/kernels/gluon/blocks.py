@@ -211,7 +211,7 @@ def layout_of(dtype: torch.dtype, rows: int, columns: int) -> gl.NVMMASharedLayo
     return gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[dtype])
 
 
-def descriptor(x: Tensor | None, columns: int, rows: int = CHUNK) -> TensorDescriptor | None:
+def descriptor(x: Tensor | None, columns: int, rows: int = CHUNK) -> "TensorDescriptor | None":
     """Of x as a matrix, for copies of such tiles: a row is a token of x [B, T, heads, columns], or
     a key of states [B, NT, heads, K, V]; of None, None.
     """
