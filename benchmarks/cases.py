@@ -47,6 +47,7 @@ class Case:
     V: int
     size: int = 2  # bytes of an element: bfloat16
     note: str = ""
+    cosine: float = 0.0  # of any two keys of a head, on average
 
     @property
     def operator(self) -> str:
@@ -85,6 +86,18 @@ CASES = {
         Case("gdn_long", "gdn", 1, 32768, 4, 4, 128, 128, note="long, few heads"),
         Case("gdn_d64", "gdn", 8, 4096, 32, 32, 64, 64, note="small heads"),
         Case("gdn_beta2", "gdn_beta2", 8, 4096, 16, 16, 128, 128, note="gdn_train, beta up to 2"),
+        Case(
+            "gdn_beta2_alike",
+            "gdn_beta2",
+            8,
+            4096,
+            16,
+            16,
+            128,
+            128,
+            note="gdn_beta2, keys alike",
+            cosine=0.97,
+        ),
         Case("gdn_decode", "gdn_decode", 128, 1, 16, 32, 128, 128, note="the next token of many"),
         Case("kda_train", "kda", 8, 4096, 16, 16, 128, 128, note="a training batch"),
         Case("kda_kimi", "kda", 1, 32768, 32, 32, 128, 128, note="long, the heads of Kimi Linear"),

@@ -111,6 +111,8 @@ def inputs(case: Case, device: str = "cuda") -> Inputs:
     i = drawn(case, device, initial_state=decode)
     if case.op.endswith(BEYOND):
         i.beta.mul_(2)
+    if case.cosine:
+        i = alike(i, case.cosine)
     return replace(i, initial_state=0.1 * i.initial_state) if decode else i
 
 

@@ -98,6 +98,49 @@ MUTANTS = [
         "inter + scale * (P @ V)",
         "tests/delta/test_output.py",
     ),
+    # heads whose numbers cancel
+    Mutant(
+        "a head cancels by what is read alone",
+        f"{KERNELS}/fused/cancel.py",
+        "few = few & (tl.sum(b_rows[:, None]) <= INVERSE * INVERSE * own)",
+        "few = few & (own >= 0)",
+        "tests/fused/test_cancel.py -k either",
+    ),
+    Mutant(
+        "a head cancels by what the state takes alone",
+        f"{KERNELS}/fused/cancel.py",
+        "rounded <= SCORES",
+        "rounded * 0 <= SCORES",
+        "tests/fused/test_cancel.py -k either",
+    ),
+    Mutant(
+        "of value heads with a common key one alone cancels",
+        f"{KERNELS}/fused/cancel.py",
+        "i_h // G * G + i_g, -1",
+        "i_h, -1",
+        "tests/fused/test_cancel.py -k match",
+    ),
+    Mutant(
+        "a head that cancels is found in the first sequence",
+        f"{KERNELS}/fused/cancel.py",
+        "return tl.load(chunks_ptr + 2 * i_c)",
+        "return 0 * i_c",
+        "tests/fused/test_cancel.py -k packed",
+    ),
+    Mutant(
+        "programs take the chunks of all heads, listed or not",
+        f"{KERNELS}/tiles.py",
+        "pid = tl.where(some, item * G + pid % G, -1)",
+        "pid = tl.where(some, pid, -1)",
+        "tests/fused/test_cancel.py -k without",
+    ),
+    Mutant(
+        "an empty head goes on into the next sequence",
+        f"{KERNELS}/pieces.py",
+        "return self.N if self.several else 0",
+        "return self.N",
+        "tests/fused/test_cancel.py -k without",
+    ),
     # pieces of a sequence
     Mutant(
         "the transition of a piece begins a column late",

@@ -48,6 +48,11 @@ class Pieces:
         """What kernels take as cu_ptr, offsets_ptr and T."""
         return self.cu_seqlens, self.chunk_offsets, self.T
 
+    @property
+    def chained(self) -> int:
+        """What they take as N: as many pieces, one of which another's program may go through."""
+        return self.N if self.several else 0
+
     def entering(
         self, merge: Callable, make: Callable, given: tuple, state: Tensor | Callable | None,
         **options,

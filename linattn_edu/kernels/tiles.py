@@ -279,6 +279,18 @@ def documents(seq_ptr, i_t, o_t, n_t):
 
 
 @triton.jit
+def listed(pid, items_ptr, G: tl.constexpr):
+    """What program pid works on of the items, G programs each, that items_ptr lists behind their
+    number: a program of a grid for all of them, or -1; pid itself without a list.
+    """
+    if items_ptr is not None:
+        some = pid // G < tl.load(items_ptr)
+        item = tl.load(items_ptr + 1 + pid // G, mask=some, other=0)
+        pid = tl.where(some, item * G + pid % G, -1)
+    return pid
+
+
+@triton.jit
 def chunk_of(pid, cu_ptr, chunks_ptr, T, HV: tl.constexpr, BT: tl.constexpr):
     """What program pid of a chunk-parallel kernel works on, heads varying fastest.
 

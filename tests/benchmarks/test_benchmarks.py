@@ -71,6 +71,7 @@ def test_the_cases_are_those_that_the_peers_are_measured_on():
         "gdn_long": (1, 32768, 4, 4, 128, 128),
         "gdn_d64": (8, 4096, 32, 32, 64, 64),
         "gdn_beta2": (8, 4096, 16, 16, 128, 128),
+        "gdn_beta2_alike": (8, 4096, 16, 16, 128, 128),
         "gdn_decode": (128, 1, 16, 32, 128, 128),
         "kda_train": (8, 4096, 16, 16, 128, 128),
         "kda_kimi": (1, 32768, 32, 32, 128, 128),
@@ -629,6 +630,7 @@ def test_a_bar_that_is_not_there_says_why(tmp_path):
             "K = V = 128 only",
             "not measured",
             "not measured",
+            "not tried with beta up to 2",
             "not tried with beta up to 2",
         ]
         assert said == [f"flash_qla: {why}" for why in reasons]

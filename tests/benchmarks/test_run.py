@@ -391,7 +391,7 @@ def test_a_case_that_a_library_refuses_is_not_tried():
     untried = {
         (case.name, what, library)
         for case in CASES.values()
-        if case.name.endswith("_beta2")
+        if case.op.endswith("_beta2")
         for what, made in adapters.LIBRARIES[case.op].items()
         for library in made
         if library not in ("linattn_edu", "linattn_edu_safe")

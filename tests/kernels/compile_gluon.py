@@ -55,7 +55,7 @@ HEAD = 128
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 WHOLE = "warmup_ptr", "forth_ptr", "back_ptr", "cu_ptr", "offsets_ptr"  # None: whole sequences
 POINTERS = dict.fromkeys(("cu", "offsets", "chunks"), "*i64") | {"near": "*i8", "done": "*fp32"}
-POINTERS |= dict.fromkeys(("warmup", "forth", "back", "go"), "*i32")
+POINTERS |= dict.fromkeys(("warmup", "forth", "back", "go", "items"), "*i32")
 LEVEL = ["--regAllocOptLevel=2"] if THIS >= (3, 7) else []  # which Triton gives to ptxas
 SCALARS = {"scale": "fp32"}  # the others are numbers of tokens, sequences or chunks
 
@@ -161,15 +161,20 @@ def intra_bwd_forms():
         tiles = columns | {"": K} if K == HEAD else {"": K}
         states = ("h", "dh") if K == HEAD else ()
         form = {"kernel": kernel.__name__, "dtype": dtype, "G": G} | ({} if K == HEAD else {"K": K})
-        for halves in (False, True) if (K, dtype) == (HEAD, "bf16") else (False,):
-            absent = () if halves else ("v_low_desc", "Z_low_desc")
-            source = source_of(kernel, constants, dtype, tiles, absent, states)
-            yield form | ({"halves": True} if halves else {}), source, gdn_intra_bwd.OPTIONS[K]
+        for halves in (0, 1, 2) if (K, dtype) == (HEAD, "bf16") else (0,):
+            absent = ("items_ptr",), (), ("items_ptr", "v_low_desc", "Z_low_desc")
+            source = source_of(kernel, constants, dtype, tiles, absent[halves - 1], states)
+            kept = {"halves": True} | ({"listed": True} if halves == 2 else {}) if halves else {}
+            yield form | kept, source, gdn_intra_bwd.OPTIONS[K]
     kernel, absent = gdn_bwd.scan_intra_bwd_gluon_kernel, ("dht_ptr", "cu_ptr", "offsets_ptr")
-    for dtype in ("bf16", "fp16"):
+    for dtype, some in (("bf16", False), ("bf16", True), ("fp16", False)):
         constants = size | {"ROW": 2, "H": 2, "HV": 2}
-        source = source_of(kernel, constants, dtype, {"": CHUNK}, absent)
-        yield {"kernel": kernel.__name__, "dtype": dtype, "G": 1}, source, gdn_bwd.OPTIONS
+        without = absent if some else (*absent, "warmup_ptr")
+        source = source_of(kernel, constants, dtype, {"": CHUNK}, without)
+        form = {"kernel": kernel.__name__, "dtype": dtype, "G": 1} | (
+            {"some": True} if some else {}
+        )
+        yield form, source, gdn_bwd.OPTIONS
     kernel = kda_intra_bwd.kda_intra_bwd_gluon_kernel
     gates = "gc", "dgc", "beta", "dgl", "dbeta"
     columns |= dict.fromkeys(("erase", "derase"), HEAD // 2)

@@ -63,6 +63,15 @@ def in_halves(r) -> None:
     r.low = tuple((x - y.float()).bfloat16() for x, y in zip(whole, (r.v_new, r.Z), strict=True))
 
 
+def some_cancel(r) -> None:
+    """The same of P and A * G, which one head alone has."""
+    low = tuple((x - x.bfloat16().float()).bfloat16() for x in (r.P, r.AG))
+    for n in ("q", "k", "v", "do", "P", "AG"):
+        setattr(r, n, getattr(r, n).bfloat16())
+    cancels = torch.tensor([[0, -1]], dtype=torch.int32).expand(len(r.q), -1).contiguous()
+    r.more = {"low": low, "cancels": cancels}
+
+
 def in_pairs(r) -> None:
     """v_new and Z in both numbers of bfloat16 one after the other, the rest in one."""
     r.v_new, r.Z = pair(r.v_new), pair(r.Z)
@@ -178,6 +187,16 @@ CASES = {
     "gdn_bwd": Case(
         "chunk_bwd", "gdn_fused", "scan_states scan_intra_bwd",
         _SCANS | {"scan_intra_bwd": "one"}, 320, kinds={"own": True},
+    ),
+    "gdn_bwd, some cancel": Case(
+        "chunk_bwd", "gdn_fused", "scan_states scan_intra_bwd intra_chunk_bwd",
+        _SCANS | {"scan_intra_bwd": "one", "intra_chunk_bwd": "gluon"}, dtype=torch.float32,
+        kinds={"own": True}, change=some_cancel, more=lambda r: r.more,
+    ),
+    "gdn_bwd, some cancel, two by two": Case(
+        "chunk_bwd", "gdn_fused", "scans intra_chunk_bwd intra_chunk_bwd",
+        _SCANS | _BOTH | {"scan_intra_bwd": "two", "intra_chunk_bwd": "gluon"}, 128,
+        dtype=torch.float32, kinds={"own": True}, change=some_cancel, more=lambda r: r.more,
     ),
     "gdn_bwd, a head at a time": Case(
         "chunk_bwd", "gdn_fused", "scan_states scan_intra_bwd scan_states scan_intra_bwd",

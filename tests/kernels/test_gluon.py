@@ -119,7 +119,7 @@ SPILLED = {
 }
 # with low halves, of a head each and of heads that share keys
 OF_HALVES = {
-    "intra_chunk_bwd_gluon_kernel": (100, 552),
+    "intra_chunk_bwd_gluon_kernel": (100, 576),
     "kda_intra_bwd_gluon_kernel": (384 if support.THIS < (3, 9) else 1024, None),
 }
 # the same by the level of allocation that Triton gives to ptxas, where that spills more
@@ -135,7 +135,7 @@ def test_compiled_for_hopper():
     results kept are those of today's kernels.
     """
     rows = lines_of("compile_gluon.py", *["--all"] * FULL)
-    assert len(rows) == 60 and {row["kernel"] for row in rows} == {*PRODUCTS, *SPILLED}
+    assert len(rows) == 63 and {row["kernel"] for row in rows} == {*PRODUCTS, *SPILLED}
     assert any(row["compiled"] for row in rows)
     for row in rows:
         result = row["compiled"] or row["kept"]

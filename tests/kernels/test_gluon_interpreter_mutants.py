@@ -272,6 +272,12 @@ MISTAKES = {
         (Unfinished, "product", "warpgroup_mma_wait(3 * MORE, [b_dq])", "3", "4"),
         (Unfinished, "product", "warpgroup_mma_wait(2 * MORE, [b_F])", "2", "3"),
     ],
+    ("gdn_bwd, some cancel", "gdn_intra_bwd"): [
+        (Wrong, "output", "NT * H if items_ptr is None else gl.load(items_ptr)",
+         "gl.load(items_ptr)", "gl.load(items_ptr) - 1"),
+        (Wrong, "output", "i_c, _, i_hv = item_at(n, H, G, out.items_ptr)", "out.items_ptr",
+         "None"),
+    ],
     ("gdn_intra_bwd, K=64", "gdn_intra_bwd"): [
         (Wrong, "output", "b_dbeta = whole(parts, 1, GROUPS)", "1", "0"),
         (Wrong, "output", "if c == GROUPS - 1:\n            b_L = products(Z,", "Z", "do"),

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_edu.kernels.fused.cancel import those
 from linattn_edu.kernels.fused.gdn_scans import Scans, enter, load, scans
 from linattn_edu.kernels.gluon.kernels import gdn_bwd, gdn_intra_bwd, gdn_scans
 from linattn_edu.kernels.pieces import Pieces
@@ -18,6 +19,7 @@ from linattn_edu.kernels.tiles import (
     dot,
     dot_halves,
     in_halves,
+    listed,
     load_gate,
     load_row,
     load_tile,
@@ -44,6 +46,7 @@ def intra_chunk_bwd_kernel(
     dk_sum_ptr,  # [B, T, H, K] fp32, or None
     dbeta_ptr, dgc_ptr,  # [B, T, HV] out
     scale,
+    items_ptr,  # of listed
     cu_ptr, chunks_ptr, T,  # of chunk_of
     i_g,  # which value head of a q/k head
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -54,7 +57,10 @@ def intra_chunk_bwd_kernel(
 
     Reference: linattn_edu.reference.fused.gdn_bwd.intra_chunk_bwd.
     """
-    i_h, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, H, BT)
+    pid = listed(tl.program_id(0), items_ptr, 1)
+    if pid < 0:
+        return
+    i_h, i_c, first, n_t = chunk_of(pid, cu_ptr, chunks_ptr, T, H, BT)
     i_qk = (first * H + i_h) * K
     o_t, o_v = tl.arange(0, BT), tl.arange(0, BV)
     last = tl.minimum(BT, n_t) - 1
@@ -173,32 +179,20 @@ INTRA_STAGES = (2, 3), (3, 1)  # of K > 64, and of narrower heads; the same with
 
 
 def intra_chunk_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    h: Tensor,
-    v_new: Tensor,
-    do: Tensor,
-    dh: Tensor,
-    Z: Tensor,
-    low: tuple[Tensor, Tensor] | None = None,
-    *,
-    scale: float,
-    chunk_size: int,
-    packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, gc: Tensor, h: Tensor, v_new: Tensor, do: Tensor,
+    dh: Tensor, Z: Tensor, low: tuple[Tensor, Tensor] | None = None, *, scale: float,
+    chunk_size: int, packing: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the kernel that suits the GPU; arguments and result as in the reference."""
     out = tuple(map(torch.empty_like, (q, k, beta, gc)))
     given = q, k, v, beta, gc, h, v_new, do, dh, Z
-    _launch_intra(given, low, out, scale, chunk_size, packing)
+    _launch_intra(given, low, None, out, scale, chunk_size, packing)
     return out
 
 
 def _launch_intra(
-    given: tuple[Tensor, ...], low: tuple[Tensor, Tensor] | None, out: tuple[Tensor, ...],
-    scale: float, chunk_size: int, packing: Packing | None,
+    given: tuple[Tensor, ...], low: tuple[Tensor, Tensor] | None, items: Tensor | None,
+    out: tuple[Tensor, ...], scale: float, chunk_size: int, packing: Packing | None,
 ) -> None:  # fmt: skip
     """Launch what writes dq, dk, dbeta and dgc. A program reads v_new and Z of its chunk whole
     before it writes dq and dk, which may lie in their place.
@@ -206,7 +200,7 @@ def _launch_intra(
     (_, T, H, K), (HV, V) = given[0].shape, given[2].shape[2:]
     kind = kind_of(given[0], HV, V, chunk_size, packing, (*given[:3], *given[5:]))
     gluon = by_kind.intra_chunk_bwd(kind, low is not None).takes == "gluon"
-    if gluon and gdn_intra_bwd.intra_bwd_gluon(given, out, scale, low):
+    if gluon and gdn_intra_bwd.intra_bwd_gluon(given, out, scale, low, items):
         return
     dq, dk, dbeta, dgc = out
     sums = (None, None)
@@ -215,83 +209,97 @@ def _launch_intra(
     NT, *chunks = chunk_args(given[0], chunk_size, packing)
     for i_g in range(HV // H):
         intra_chunk_bwd_kernel[(NT * H,)](
-            *given, *(low or (None, None)), dq, dk, *sums, dbeta, dgc, scale, *chunks, T, i_g,
-            H, HV, K, V, BT=chunk_size, BS=block(K), BV=block(V), FIRST=i_g == 0,
+            *given, *(low or (None, None)), dq, dk, *sums, dbeta, dgc, scale, items, *chunks, T,
+            i_g, H, HV, K, V, BT=chunk_size, BS=block(K), BV=block(V), FIRST=i_g == 0,
             LAST=i_g == HV // H - 1, num_stages=INTRA_STAGES[low is not None][K <= 64],
             **INTRA_OPTIONS,
         )  # fmt: skip
 
 
 def chunk_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    P: Tensor,
-    AG: Tensor,
-    do: Tensor,
-    initial_state: Tensor | None = None,
-    dht: Tensor | None = None,
-    low: tuple[Tensor, Tensor] | None = None,
-    *,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, gc: Tensor, P: Tensor, AG: Tensor, do: Tensor,
+    initial_state: Tensor | None = None, dht: Tensor | None = None,
+    low: tuple[Tensor, Tensor] | None = None, cancels: Tensor | None = None, *, scale: float,
     packing: Packing | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Launch scans and intra_chunk_bwd, on some heads after the others where that takes no longer,
     or both with scan_bwd in one kernel, but where dht is waited for, as in `scans`, while the
     states are made; arguments and result as in the reference.
     """
     C, given = AG.shape[-1], (q, k, v, beta, gc, P, AG, do, initial_state, dht)
     asked = load(q, v, AG, packing, k, P, do)
-    one = not low and by_load.scan_intra_bwd(asked, callable(dht)).takes == "one"
-    groups = 1 if low else by_load.head_groups(asked, one).takes
+    all_in_halves = low is not None and cancels is None
+    one = not all_in_halves and by_load.scan_intra_bwd(asked, callable(dht)).takes == "one"
+    groups = 1 if all_in_halves else by_load.head_groups(asked, one).takes
     if one or groups > 1:
-        return _in_head_groups(groups, Scans(*given), scale, one)
-    h, v_new, dh, Z, dv, dh0, *low = scans(*given, low, scale=scale, packing=packing)
-    dq, dk = (v_new, Z) if q.shape == v.shape else map(torch.empty_like, (q, k))
-    out = dq, dk, torch.empty_like(beta), torch.empty_like(gc)
-    given = q, k, v, beta, gc, h, v_new, do, dh, Z
-    _launch_intra(given, low or None, out, scale, C, packing)
-    return dq, dk, dv, *out[2:], dh0
+        made = _in_head_groups(groups, Scans(*given), scale, one, cancels)
+    else:
+        halves = low if all_in_halves else None
+        h, v_new, dh, Z, dv, dh0, *rest = scans(
+            *given, halves, cancels, scale=scale, packing=packing
+        )
+        dq, dk = (v_new, Z) if q.shape == v.shape else map(torch.empty_like, (q, k))
+        out = dq, dk, torch.empty_like(beta), torch.empty_like(gc)
+        read = q, k, v, beta, gc, h, v_new, do, dh, Z
+        _launch_intra(read, rest or None, None, out, scale, C, packing)
+        made = dq, dk, dv, *out[2:], dh0
+        del h, v_new, dh, Z, rest, read
+    if cancels is None:
+        return made
+    only = those(cancels, k, chunk_size=C, packing=packing)
+    into = made[2], made[5]
+    h, v_new, dh, Z, *_, v_low, Z_low = scans(
+        *given, low, only[0], into, scale=scale, packing=packing
+    )
+    read = q, k, v, beta, gc, h, v_new, do, dh, Z
+    _launch_intra(read, (v_low, Z_low), only[1], (*made[:2], *made[3:5]), scale, C, packing)
+    return made
 
 
-def _in_head_groups(groups: int, x: Scans, scale: float, one: bool) -> tuple[Tensor, ...]:
+def _in_head_groups(
+    groups: int, x: Scans, scale: float, one: bool, skip: Tensor | None
+) -> tuple[Tensor, ...]:
     """chunk_bwd in Gluon, on as many groups of heads: the same bits. one: scan_bwd and
-    intra_chunk_bwd in one kernel.
+    intra_chunk_bwd in one kernel. skip: -1 for heads whose gradients may be anything, or None.
     """
     (pieces, ahead, h0), (_, behind, dht) = enter(x, True, None), enter(x, True, None, scale)
     assert ahead[0] is behind[0] is None  # by_load.head_groups: no piece has a warm-up here
+    skip = None if pieces.several else skip
     out, dh0 = tuple(map(torch.empty_like, (x.q, x.k, x.v, x.beta, x.gc))), []
     for i in range(groups):
         given, (dq, dk, dv, *rest) = (
             [t.chunk(groups, 2)[i] for t in tensors] for tensors in (x[:8], out)
         )
-        ends = (t if t is None else t.chunk(groups, 1)[i].contiguous() for t in (h0, dht))
-        group = Scans(*given, *ends, dv=dv), (dq, dk, *rest), scale, pieces
+        own = (t if t is None else t.chunk(groups, 1)[i].contiguous() for t in (h0, dht, skip))
+        *ends, ways = own
+        group = Scans(*given, *ends, dv=dv), (dq, dk, *rest), scale, pieces, ways
         dh0.append((_head_group_in_one if one else _head_group)(*group))
     return *out, pieces.first(torch.cat(dh0, 1) if groups > 1 else dh0[0])
 
 
-def _head_group(own: Scans, out: tuple[Tensor, ...], scale: float, pieces: Pieces) -> Tensor:
+def _head_group(
+    own: Scans, out: tuple[Tensor, ...], scale: float, pieces: Pieces, ways: Tensor | None
+) -> Tensor:
     """One of the groups, views of its heads: writes dq, dk, dv, dbeta and dgc, returns dh0. A
     function, so that its states go before those of the next are made.
     """
     own = own.written(pieces, None)
-    gdn_scans.scan_states_gluon(own.forth, None, pieces)
-    gdn_scans.scan_bwd_gluon(own.back, scale, None, pieces)
+    gdn_scans.scan_states_gluon(own.forth, ways, pieces)
+    gdn_scans.scan_bwd_gluon(own.back, scale, ways, pieces)
     read = *own[:5], own.h, own.v_new, own.do, own.dh, own.Z
     gdn_intra_bwd.intra_bwd_gluon(read, out, scale)
     return own.dh0
 
 
-def _head_group_in_one(own: Scans, out: tuple[Tensor, ...], scale: float, pieces: Pieces) -> Tensor:
+def _head_group_in_one(
+    own: Scans, out: tuple[Tensor, ...], scale: float, pieces: Pieces, ways: Tensor | None
+) -> Tensor:
     """The same with scan_bwd and intra_chunk_bwd in one kernel: neither dS nor Z is in memory. A
     program has read v_new of a chunk before it writes dq, which lies in its place.
     """
     dq, dk, *rest = out
     x = own._replace(do=None, v_new=dq).written(pieces, None)
-    gdn_scans.scan_states_gluon(x.forth, None, pieces)
+    gdn_scans.scan_states_gluon(x.forth, ways, pieces)
     given, dh0 = (*x[:7], x.h, dq, own.do, own.dht), x.gc.new_empty(pieces.N, *x.h.shape[2:])
-    gdn_bwd.scan_intra_bwd_gluon(given, (dq, dk, own.dv, *rest, dh0), scale, pieces)
+    gdn_bwd.scan_intra_bwd_gluon(given, (dq, dk, own.dv, *rest, dh0), scale, ways, pieces)
     return dh0

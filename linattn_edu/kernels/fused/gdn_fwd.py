@@ -227,18 +227,9 @@ HALVES = row(8, 2, BV=128), row(4, 1, BV=64)
 
 
 def entering(
-    decays: tuple,
-    merge: Callable,
-    make: Callable,
-    given: tuple,
-    state: Tensor | Callable | None,
-    *,
-    chunk_size: int,
-    choice: bool,
-    back: bool = False,
-    packing: Packing | None = None,
-    **options,
-) -> tuple[Pieces, list[Tensor | None], Tensor | None]:
+    decays: tuple, merge: Callable, make: Callable, given: tuple, state: Tensor | Callable | None,
+    *, chunk_size: int, choice: bool, back: bool = False, packing: Packing | None = None, **options,
+) -> tuple[Pieces, list[Tensor | None], Tensor | None]:  # fmt: skip
     """The pieces of a scan, with how many chunks before each it begins, and the states that enter.
 
     decays, choice, back: k, beta, gc, V and options of warm_up, where pieces are entered by a
@@ -256,22 +247,15 @@ def entering(
 
 
 def scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gc: Tensor,
-    P: Tensor,
-    R: Tensor,
-    initial_state: Tensor | Callable | None = None,
-    beta: Tensor | None = None,
-    low: tuple[Tensor, Tensor] | None = None,
-    *,
-    scale: float,
-    output_final_state: bool = False,
-    packing: Packing | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, gc: Tensor, P: Tensor, R: Tensor,
+    initial_state: Tensor | Callable | None = None, beta: Tensor | None = None,
+    low: tuple[Tensor, Tensor] | None = None, only: tuple[Tensor, Tensor] | None = None,
+    made: tuple[Tensor, Tensor | None] | None = None, *, scale: float,
+    output_final_state: bool = False, packing: Packing | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Launch the scan that suits the GPU; arguments and result as in the reference, but that
-    initial_state may be a function that waits for it.
+    initial_state may be a function that waits for it, and o and the state are written in the place
+    of what is made.
     """
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
@@ -284,9 +268,10 @@ def scan(
             choice=not in_gluon, packing=packing,
         )  # fmt: skip
     else:
-        pieces, warmup = whole_of(q, packing), [None]
-    o = torch.empty_like(v)
-    last = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32) if output_final_state else None
+        pieces, warmup = whole_of(q, packing), [only and only[0]]
+    o, last = made or (torch.empty_like(v), None)
+    if output_final_state and made is None:
+        last = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32)
     given = q, k, v, gc, P, R, initial_state
     if in_gluon and gdn_scan.scan_gluon((*given, o, last), scale, *warmup, pieces):
         return o, pieces.last(last)
@@ -302,21 +287,16 @@ def scan(
             config["num_stages"] = 2
         kernel = scan_transposed_kernel if halves else scan_kernel
         kernel[(programs,)](
-            *given, *halves, o, last, scale, skipped, *pieces.places, pieces.N, H, HV, K, V, BT=C,
-            **config,
+            *given, *halves, o, last, scale, skipped, *pieces.places, pieces.chained, H, HV, K, V,
+            BT=C, **config,
         )  # fmt: skip
     return o, pieces.last(last)
 
 
 def scan_map(
-    k: Tensor,
-    v: Tensor,
-    gc: Tensor,
-    R: Tensor,
-    initial_state: Tensor | None = None,
-    beta: Tensor | None = None,
-    **which,
-) -> tuple[Tensor, Tensor | None]:
+    k: Tensor, v: Tensor, gc: Tensor, R: Tensor, initial_state: Tensor | None = None,
+    beta: Tensor | None = None, **which,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Launch scan_map_kernel; arguments and result as in the reference; which: of launch_map."""
     given, sizes = (k, v, gc, R, initial_state, beta), (k.shape[2], *v.shape[2:])
     return launch_map(
@@ -345,20 +325,10 @@ def near_map(
 
 
 def chunk_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    initial_state: Tensor | None = None,
-    enter: Callable | None = None,
-    *,
-    scale: float,
-    chunk_size: int,
-    output_final_state: bool = False,
-    keep: bool = False,
-    packing: Packing | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, gc: Tensor, initial_state: Tensor | None = None,
+    enter: Callable | None = None, *, scale: float, chunk_size: int,
+    output_final_state: bool = False, keep: bool = False, packing: Packing | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Launch intra_chunk and scan, or one kernel for both; arguments and result as in the
     reference.
     """

@@ -20,6 +20,7 @@ from linattn_edu.kernels.tiles import (
     chunk_of,
     decay_matrix,
     dot,
+    listed,
     load_gate,
     load_row,
     load_tile,
@@ -31,16 +32,19 @@ from linattn_edu.packing import Packing
 
 @triton.jit(do_not_specialize=["T"])
 def scores_kernel(
-    q_ptr, k_ptr, gc_ptr, P_ptr, P_low_ptr, cu_ptr, chunks_ptr, T,
+    q_ptr, k_ptr, gc_ptr, P_ptr, P_low_ptr, items_ptr, cu_ptr, chunks_ptr, T,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One program: one chunk of one q/k head, for all its value heads.  Grid (NT * H).
 
-    Arguments of intra_chunk_kernel.
+    Arguments of intra_chunk_kernel; items_ptr: of listed.
     Reference: linattn_edu.reference.fused.gdn_intra.intra_chunk.
     """
-    i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, H, BT)
+    pid = listed(tl.program_id(0), items_ptr, 1)
+    if pid < 0:
+        return
+    i_h, _, first, n_t = chunk_of(pid, cu_ptr, chunks_ptr, T, H, BT)
     q_ptr += (first * H + i_h) * K
     k_ptr += (first * H + i_h) * K
     o_t = tl.arange(0, BT)
@@ -66,6 +70,7 @@ def resolvent_kernel(
     R_ptr,  # [B, T, HV, BT] out, or None
     A_ptr,
     A_low_ptr,  # [B, T, HV, BT] out, or None; with GATED
+    items_ptr,  # of listed
     cu_ptr, chunks_ptr, T,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
@@ -76,7 +81,10 @@ def resolvent_kernel(
     Arguments without a shape as of intra_chunk_kernel.
     Reference: linattn_edu.reference.fused.gdn_intra.intra_chunk.
     """
-    i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
+    pid = listed(tl.program_id(0), items_ptr, HV // H)
+    if pid < 0:
+        return
+    i_h, _, first, n_t = chunk_of(pid, cu_ptr, chunks_ptr, T, HV, BT)
     k_ptr += (first * H + i_h // (HV // H)) * K
     o_t = tl.arange(0, BT)
 
@@ -212,16 +220,9 @@ INTRA_CONFIGS = {"hopper": {2: {64: row(1, 3, BK=32, maxnreg=168), 128: row(1, 3
 
 
 def intra_chunk(
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    *,
-    chunk_size: int,
-    return_inverse: bool = False,
-    gated: bool = False,
-    packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, beta: Tensor, gc: Tensor, *, chunk_size: int,
+    return_inverse: bool = False, gated: bool = False, packing: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Launch the kernel or the two that suit the GPU; arguments and result as in the reference."""
     B, T, H, K = k.shape
     HV = beta.shape[-1]
@@ -240,7 +241,7 @@ def intra_chunk(
             **entry(INTRA_CONFIGS, k)[K].launch(K),
         )  # fmt: skip
     else:
-        places = (P, None), (R, A, None)
+        places = (P, None, None), (R, A, None, None)
         _launch_two((q, k, beta, gc), *places, merge_precision(k.dtype), gated, packing)
     return P, R, A
 
@@ -249,7 +250,9 @@ def _launch_two(
     given: tuple[Tensor, ...], scores: tuple, inverse: tuple, precision: str, gated: bool,
     packing: Packing | None,
 ) -> None:  # fmt: skip
-    """Launch scores_kernel, which writes P and its low half, and resolvent_kernel: R, A and its."""
+    """Launch scores_kernel, which writes P and its low half, and resolvent_kernel: R, A and its;
+    the last of scores and of inverse are the items of `listed`, or None.
+    """
     q, k, beta, gc = given
     (T, H, K), (HV, C) = k.shape[1:], scores[0].shape[2:]
     NT, *chunks = chunk_args(k, C, packing)
@@ -262,16 +265,15 @@ def _launch_two(
 
 
 def intra_halves(
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    *,
-    chunk_size: int,
-    packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch scores_kernel and resolvent_kernel; arguments and result as in the reference."""
-    P, AG, P_low, AG_low = (q.new_empty(*beta.shape, chunk_size) for _ in range(4))
-    places = (P, P_low), (None, AG, AG_low)
+    q: Tensor, k: Tensor, beta: Tensor, gc: Tensor, only: tuple[Tensor, Tensor] | None = None,
+    made: tuple[Tensor, Tensor] | None = None, *, chunk_size: int, packing: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Launch scores_kernel and resolvent_kernel; arguments and result as in the reference, but that
+    P and A * G are written in their place, and the low halves of other heads are anything.
+    """
+    P_low, AG_low = (q.new_empty(*beta.shape, chunk_size) for _ in range(2))
+    P, AG = map(torch.empty_like, (P_low, AG_low)) if made is None else made
+    items = None if only is None else only[1]
+    places = (P, P_low, items), (None, AG, AG_low, items)
     _launch_two((q, k, beta, gc), *places, "tf32x3", True, packing)
     return P, AG, P_low, AG_low

@@ -291,15 +291,15 @@ class Scans(NamedTuple):
         return *given, self.dh, self.Z, self.dv, self.dh0
 
     def written(self, pieces: Pieces, packing: Packing | None) -> "Scans":
-        """With places for what the scans write, but for a v_new or a dv that is there."""
+        """With places for what the scans write, but for a v_new, a dv or a dh0 that is there."""
         _, HV, K, V = self.sizes
         x, shape = self, (*states(self.k, self.AG.shape[-1], packing), HV, K, V)
         if x.v is not None:
             v_new = torch.empty_like(x.v) if x.v_new is None else x.v_new
             x = x._replace(h=x.k.new_empty(*shape), v_new=v_new)
         if x.do is not None:
-            dv, dh0 = x.dv, x.gc.new_empty(pieces.N, HV, K, V)
-            dv = torch.empty_like(x.do) if dv is None else dv
+            dv = torch.empty_like(x.do) if x.dv is None else x.dv
+            dh0 = x.gc.new_empty(pieces.N, HV, K, V) if x.dh0 is None else x.dh0
             x = x._replace(dh=x.k.new_empty(*shape), Z=torch.empty_like(x.do), dv=dv, dh0=dh0)
         return x
 
@@ -321,21 +321,14 @@ def enter(x: Scans, gluon: bool, packing: Packing | None, scale: float | None = 
 
 
 def scan_states(
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    AG: Tensor,
-    initial_state: Tensor | None = None,
-    AG_low: Tensor | None = None,
-    *,
-    packing: Packing | None = None,
-) -> tuple[Tensor, ...]:
+    k: Tensor, v: Tensor, beta: Tensor, gc: Tensor, AG: Tensor, initial_state: Tensor | None = None,
+    AG_low: Tensor | None = None, ways: Tensor | None = None, *, packing: Packing | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Launch scan_states_kernel; arguments and result as in the reference."""
     x = Scans(None, k, v, beta, gc, None, AG, None, initial_state)
     if AG_low is not None:  # whole sequences
         x, v_low = x.written(pieces := whole_of(k, packing), packing), torch.empty_like(v)
-        _launch_forth(x, False, pieces, None, True, AG_low, v_low)
+        _launch_forth(x, False, pieces, ways, True, AG_low, v_low)
         return x.h, x.v_new, v_low
     gluon = by_load.scans(load(k, v, AG, packing)).takes == "gluon"
     pieces, warmup, h0 = enter(x, gluon, packing)
@@ -353,30 +346,25 @@ def _launch_forth(x: Scans, gluon: bool, pieces: Pieces, warmup: Tensor | None, 
     table = HALVES_FORTH if low else SCAN_CONFIGS
     _, config = scan_launch(table, x.k, (pieces.N if wide else pieces.batch) * HV, V)
     scan_states_kernel[(pieces.N * HV * cdiv(V, config["BV"]),)](
-        *x.forth, *(low or (None, None)), warmup, *pieces.places, pieces.N, 1, H, HV, K, V,
+        *x.forth, *(low or (None, None)), warmup, *pieces.places, pieces.chained, 1, H, HV, K, V,
         BT=x.AG.shape[-1], **config,
     )  # fmt: skip
 
 
 def scan_bwd(
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    P: Tensor,
-    AG: Tensor,
-    do: Tensor,
-    dht: Tensor | None = None,
-    low: tuple[Tensor, Tensor] | None = None,
-    *,
-    scale: float,
-    packing: Packing | None = None,
-) -> tuple[Tensor, ...]:
-    """Launch scan_bwd_kernel; arguments and result as in the reference."""
+    q: Tensor, k: Tensor, beta: Tensor, gc: Tensor, P: Tensor, AG: Tensor, do: Tensor,
+    dht: Tensor | None = None, low: tuple[Tensor, Tensor] | None = None, ways: Tensor | None = None,
+    made: tuple[Tensor, Tensor] | None = None, *, scale: float, packing: Packing | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Launch scan_bwd_kernel; arguments and result as in the reference. With low the results of
+    heads of which ways [N, HV] has -1 may be anything; made: where dV and dh0 are written.
+    """
     x = Scans(q, k, None, beta, gc, P, AG, do, None, dht)
     if low is not None:  # whole sequences
-        x, Z_low = x.written(pieces := whole_of(k, packing), packing), torch.empty_like(do)
-        _launch_back(x, False, pieces, None, scale, *low, Z_low)
+        dv, dh0 = made or (None, None)
+        x = x._replace(dv=dv, dh0=dh0).written(pieces := whole_of(k, packing), packing)
+        Z_low = torch.empty_like(do)
+        _launch_back(x, False, pieces, ways, scale, *low, Z_low)
         return x.dh, x.Z, x.dv, x.dh0, Z_low
     gluon = by_load.scans(load(q, do, AG, packing, k, P)).takes == "gluon"
     pieces, warmup, dht = enter(x, gluon, packing, scale)
@@ -394,33 +382,27 @@ def _launch_back(x: Scans, gluon: bool, pieces: Pieces, warmup: Tensor | None, s
     rows = HALVES_BACK if low and V > 64 else SCAN
     grid, config = scan_launch(rows, x.q, pieces.N * HV, V)
     scan_bwd_kernel[grid](
-        *x.back, *(low or (None,) * 3), scale, warmup, *pieces.places, pieces.N, 1, H, HV, K, V,
+        *x.back, *(low or (None,) * 3), scale, warmup, *pieces.places, pieces.chained, 1, H, HV, K,
+        V,
         BT=x.AG.shape[-1], **config,
     )  # fmt: skip
 
 
 def scans(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    P: Tensor,
-    AG: Tensor,
-    do: Tensor,
-    initial_state: Tensor | None = None,
-    dht: Tensor | Callable | None = None,
-    low: tuple[Tensor, Tensor] | None = None,
-    *,
-    scale: float,
-    packing: Packing | None = None,
-) -> tuple[Tensor, ...]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, gc: Tensor, P: Tensor, AG: Tensor, do: Tensor,
+    initial_state: Tensor | None = None, dht: Tensor | Callable | None = None,
+    low: tuple[Tensor, Tensor] | None = None, ways: Tensor | None = None,
+    made: tuple[Tensor, Tensor] | None = None, *, scale: float, packing: Packing | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Launch both scans, together or one after the other: the same bits. As in the reference, but
-    that dht may be a function that waits for it, while the states are made.
+    that dht may be a function that waits for it, while the states are made. The results of heads of
+    which ways [N, HV] has -1 may be anything; made: with low, where dV and dh0 are written.
     """
     if low is not None:
-        h, v_new, *v_low = scan_states(k, v, beta, gc, AG, initial_state, low[1], packing=packing)
-        back = scan_bwd(q, k, beta, gc, P, AG, do, dht, low, scale=scale, packing=packing)
+        forth = k, v, beta, gc, AG, initial_state, low[1], ways
+        h, v_new, *v_low = scan_states(*forth, packing=packing)
+        back = q, k, beta, gc, P, AG, do, dht, low, ways, made
+        back = scan_bwd(*back, scale=scale, packing=packing)
         return h, v_new, *back[:-1], *v_low, back[-1]
     x = Scans(q, k, v, beta, gc, P, AG, do, initial_state, dht)
     gluon = by_load.scans(asked := load(q, v, AG, packing, k, P, do)).takes == "gluon"
@@ -429,10 +411,14 @@ def scans(
     H, HV, K, V = x.sizes
     (programs,), config = scan_launch(SCAN, q, pieces.N * HV, V)
     both = (one := by_load.together(asked, programs).takes) and gluon and ahead[0] is None
+    if gluon and not pieces.several:
+        ahead = [ways]
     apart = not both and (gluon or not one or len(ahead) > 1)
     if apart:
         _launch_forth(x, gluon, pieces, ahead.pop(0), True)
     _, behind, dht = enter(x, gluon, packing, scale)
+    if gluon and not pieces.several:
+        behind = [ways]
     x = x._replace(dht=dht)
     if both and gdn_scans.scans_gluon(x, scale, *ahead, *behind, pieces):
         ahead.pop()
@@ -440,25 +426,16 @@ def scans(
         _launch_back(x, gluon, pieces, behind.pop(0), scale)
     if ahead:
         scans_kernel[(2 * programs,)](
-            *x, scale, *ahead, *behind, *pieces.places, pieces.N, H, HV, K, V, BT=AG.shape[-1],
-            **config,
+            *x, scale, *ahead, *behind, *pieces.places, pieces.chained, H, HV, K, V,
+            BT=AG.shape[-1], **config,
         )  # fmt: skip
     return x.h, x.v_new, x.dh, x.Z, x.dv, pieces.first(x.dh0)
 
 
 def scan_map_bwd(
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    P: Tensor,
-    AG: Tensor,
-    do: Tensor,
-    dht: Tensor | None = None,
-    *,
-    scale: float,
-    **which,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, beta: Tensor, gc: Tensor, P: Tensor, AG: Tensor, do: Tensor,
+    dht: Tensor | None = None, *, scale: float, **which,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Launch scan_map_bwd_kernel; arguments, result as in the reference; which: of launch_map."""
     given, sizes = (q, k, beta, gc, P, AG, do, dht), (q.shape[2], *do.shape[2:])
     return launch_map(

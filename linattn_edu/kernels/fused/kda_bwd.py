@@ -102,19 +102,10 @@ OUTER_OPTIONS = {"BK": 64, "num_warps": 4, "num_stages": 1}
 
 
 def kda_outer_bwd(
-    v: Tensor,
-    h: Tensor,
-    v_new: Tensor,
-    do: Tensor,
-    dh: Tensor,
-    Z: Tensor,
-    write: Tensor | None = None,
-    *,
-    scale: float,
-    chunk_size: int,
-    packing: Packing | None = None,
+    v: Tensor, h: Tensor, v_new: Tensor, do: Tensor, dh: Tensor, Z: Tensor,
+    write: Tensor | None = None, *, scale: float, chunk_size: int, packing: Packing | None = None,
     fine: bool = False,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Launch kda_outer_bwd_kernel; arguments and result as in the reference; fine: v_new and Z are
     in halves, as of kda_fused_scans, and dL is in fp32.
     """
@@ -135,23 +126,10 @@ def kda_outer_bwd(
 
 
 def kda_fused_intra_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    h: Tensor,
-    v_new: Tensor,
-    do: Tensor,
-    dh: Tensor,
-    Z: Tensor,
-    write: Tensor | None = None,
-    *,
-    scale: float,
-    chunk_size: int,
-    packing: Packing | None = None,
-    fine: bool = False,
-) -> tuple[Tensor, ...]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, gc: Tensor, h: Tensor, v_new: Tensor, do: Tensor,
+    dh: Tensor, Z: Tensor, write: Tensor | None = None, *, scale: float, chunk_size: int,
+    packing: Packing | None = None, fine: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Launch the kernel in Gluon, and kda_intra_bwd_kernel for the channels that are not near, or
     else kda_outer_bwd and kda_intra_bwd; arguments and result as in the reference, but that Z may
     be overwritten; fine: v_new and Z are in halves, as of kda_fused_scans.
@@ -199,27 +177,11 @@ def _launch(
 
 
 def kda_intra_gate_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    h: Tensor,
-    v_new: Tensor,
-    do: Tensor,
-    dh: Tensor,
-    Z: Tensor,
-    g: Tensor,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    write: Tensor | None = None,
-    *,
-    scale: float,
-    lower_bound: float | None = None,
-    chunk_size: int,
-    packing: Packing | None = None,
-    fine: bool = False,
-) -> tuple[Tensor | None, ...]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, gc: Tensor, h: Tensor, v_new: Tensor, do: Tensor,
+    dh: Tensor, Z: Tensor, g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+    write: Tensor | None = None, *, scale: float, lower_bound: float | None = None, chunk_size: int,
+    packing: Packing | None = None, fine: bool = False,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Launch kda_fused_intra_bwd's kernels, the one in Gluon so that it sums dgc of near channels
     itself, and gate_bwd_kernel; arguments and result as in the reference and kda_fused_intra_bwd,
     but Z is overwritten.

@@ -235,15 +235,9 @@ HALVES_CONFIGS = (row(4, 2, BV=64),)  # of 128 keys in 1 stage: two programs a m
 
 
 def kda_prepare(
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    *,
-    chunk_size: int,
-    lower_bound: float | None = None,
-    packing: Packing | None = None,
-) -> tuple[Tensor, ...]:
+    q: Tensor, k: Tensor, beta: Tensor, gc: Tensor, *, chunk_size: int,
+    lower_bound: float | None = None, packing: Packing | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Launch the kernels of kda_intra, the first of which writes the gated rows on its way;
     arguments and result as in the reference.
     """
@@ -253,18 +247,10 @@ def kda_prepare(
 
 
 def kda_gate_prepare(
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor,
-    g: Tensor,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    *,
-    lower_bound: float | None = None,
-    safe_bound: float | None = None,
-    chunk_size: int,
-    packing: Packing | None = None,
-) -> tuple[Tensor, ...]:
+    q: Tensor, k: Tensor, beta: Tensor, g: Tensor, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, *, lower_bound: float | None = None,
+    safe_bound: float | None = None, chunk_size: int, packing: Packing | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Launch gate_cumsum and kda_prepare, or one kernel for both, after `gate` where g is raw;
     arguments and result as in the reference.
     """
@@ -286,21 +272,10 @@ def kda_gate_prepare(
 
 
 def kda_fused_scan(
-    qg: Tensor,
-    kg: Tensor,
-    kd: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    P: Tensor,
-    A: Tensor,
-    initial_state: Tensor | None = None,
-    *,
-    scale: float,
-    output_final_state: bool = False,
-    packing: Packing | None = None,
-    fine: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+    qg: Tensor, kg: Tensor, kd: Tensor, v: Tensor, beta: Tensor, gc: Tensor, P: Tensor, A: Tensor,
+    initial_state: Tensor | None = None, *, scale: float, output_final_state: bool = False,
+    packing: Packing | None = None, fine: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Launch the scan that suits the GPU; arguments and result as in the reference; fine: kd and kg
     as `kda_gates` makes them, P and A in fp32.
     """
@@ -329,17 +304,9 @@ def kda_fused_scan(
 
 
 def kda_fused_scan_map(
-    kg: Tensor,
-    kd: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    A: Tensor,
-    initial_state: Tensor | None = None,
-    *,
-    fine: bool = False,
-    **which,
-) -> tuple[Tensor, Tensor | None]:
+    kg: Tensor, kd: Tensor, v: Tensor, beta: Tensor, gc: Tensor, A: Tensor,
+    initial_state: Tensor | None = None, *, fine: bool = False, **which,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Launch kda_fused_scan_map_kernel; arguments and result as in the reference; which: of
     launch_map.
     """

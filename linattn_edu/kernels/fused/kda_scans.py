@@ -275,18 +275,10 @@ SCAN = (row(4, 2, BV=64),)  # rows of dS^T: a product of fewer would leave tenso
 
 
 def kda_gates(
-    q: Tensor,
-    k: Tensor,
-    g: Tensor,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    erase: Tensor | None = None,
-    *,
-    lower_bound: float | None = None,
-    chunk_size: int,
-    packing: Packing | None = None,
-    fine: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+    erase: Tensor | None = None, *, lower_bound: float | None = None, chunk_size: int,
+    packing: Packing | None = None, fine: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch kda_gates_kernel; arguments and result as in the reference; fine: kd and kg are
     [B, T, HV, 2 K], see `in_halves_of`.
     """
@@ -304,22 +296,10 @@ def kda_gates(
 
 
 def kda_fused_scans(
-    qg: Tensor,
-    kg: Tensor,
-    kd: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    P: Tensor,
-    A: Tensor,
-    do: Tensor,
-    initial_state: Tensor | None = None,
-    dht: Tensor | None = None,
-    *,
-    scale: float,
-    packing: Packing | None = None,
-    fine: bool = False,
-) -> tuple[Tensor, ...]:
+    qg: Tensor, kg: Tensor, kd: Tensor, v: Tensor, beta: Tensor, gc: Tensor, P: Tensor, A: Tensor,
+    do: Tensor, initial_state: Tensor | None = None, dht: Tensor | None = None, *, scale: float,
+    packing: Packing | None = None, fine: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Launch the kernels that suit the GPU; arguments and result as in the reference; fine: kd, kg,
     v_new and Z are of both halves, see `in_halves_of`, P and A in fp32.
     """
@@ -356,20 +336,9 @@ def kda_fused_scans(
 
 
 def kda_fused_scan_map_bwd(
-    qg: Tensor,
-    kg: Tensor,
-    kd: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    P: Tensor,
-    A: Tensor,
-    do: Tensor,
-    dht: Tensor | None = None,
-    *,
-    scale: float,
-    fine: bool = False,
-    **which,
-) -> tuple[Tensor, Tensor | None]:
+    qg: Tensor, kg: Tensor, kd: Tensor, beta: Tensor, gc: Tensor, P: Tensor, A: Tensor, do: Tensor,
+    dht: Tensor | None = None, *, scale: float, fine: bool = False, **which,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Launch kda_fused_scan_map_bwd_kernel; arguments and result as in the reference; which: of
     launch_map.
     """

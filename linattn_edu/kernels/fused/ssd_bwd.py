@@ -384,21 +384,10 @@ def ssd_ends_bwd(
 
 
 def ssd_bwd_dx(
-    C: Tensor,
-    B: Tensor,
-    x: Tensor,
-    gs: Tensor,
-    gc: Tensor,
-    dh: Tensor,
-    dy: Tensor,
-    dC: Tensor,
-    dgc: Tensor,
-    D: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    *,
-    chunk_size: int,
+    C: Tensor, B: Tensor, x: Tensor, gs: Tensor, gc: Tensor, dh: Tensor, dy: Tensor, dC: Tensor,
+    dgc: Tensor, D: Tensor | None = None, seq_idx: Tensor | None = None, *, chunk_size: int,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Launch ssd_bwd_dx's kernels; arguments and result as in the reference."""
     n, T, H, P = x.shape
     G, N = B.shape[2:]

@@ -80,16 +80,9 @@ DC, TOKENS = row(4, 3), 64  # h is read for each tile, but from the cache
 
 
 def ssd_bwd_dc(
-    C: Tensor,
-    gc: Tensor,
-    h: Tensor,
-    dh: Tensor,
-    dy: Tensor,
-    seq_idx: Tensor | None = None,
-    *,
-    chunk_size: int,
-    packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    C: Tensor, gc: Tensor, h: Tensor, dh: Tensor, dy: Tensor, seq_idx: Tensor | None = None, *,
+    chunk_size: int, packing: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the kernel that is faster; arguments and result as in the reference."""
     n, T, H, P = dy.shape
     G, N = C.shape[2:]

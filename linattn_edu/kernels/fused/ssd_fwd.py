@@ -334,13 +334,9 @@ def by_head(gc: Tensor) -> Tensor:
 
 
 def chunk_scores(
-    C: Tensor,
-    B: Tensor,
-    seq_idx: Tensor | None = None,
-    *,
-    chunk_size: int,
+    C: Tensor, B: Tensor, seq_idx: Tensor | None = None, *, chunk_size: int,
     packing: Packing | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Launch chunk_scores_kernel; arguments and result as in the reference."""
     _, T, G, N = C.shape
     S = C.new_empty(*C.shape[:3], chunk_size)
@@ -352,17 +348,10 @@ def chunk_scores(
 
 
 def ssd_ends(
-    B: Tensor,
-    x: Tensor,
-    gs: Tensor | None,
-    gc: Tensor,
-    *,
-    chunk_size: int,
-    piece: int | None = None,
-    packing: Packing | None = None,
-    rows: Tensor | tuple[()] | None = None,
-    back: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    B: Tensor, x: Tensor, gs: Tensor | None, gc: Tensor, *, chunk_size: int,
+    piece: int | None = None, packing: Packing | None = None,
+    rows: Tensor | tuple[()] | None = None, back: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Launch ssd_ends_kernel, 64 tokens at a time; arguments and result as in the reference.
 
     piece: None: over ranks, by the sequences' kind. rows: the sequences [n] whose last piece is
@@ -390,21 +379,11 @@ def ssd_ends(
 
 
 def ssd_fwd(
-    C: Tensor,
-    B: Tensor,
-    S: Tensor,
-    x: Tensor,
-    gs: Tensor,
-    gc: Tensor,
-    initial_state: Tensor | None = None,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    *,
-    output_final_state: bool = False,
-    packing: Packing | None = None,
-    maps: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    C: Tensor, B: Tensor, S: Tensor, x: Tensor, gs: Tensor, gc: Tensor,
+    initial_state: Tensor | None = None, D: Tensor | None = None, z: Tensor | None = None,
+    seq_idx: Tensor | None = None, *, output_final_state: bool = False,
+    packing: Packing | None = None, maps: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Launch ssd_ends_kernel, where a sequence has several pieces, and ssd_fwd_kernel.
 
     Arguments and results as in the reference. maps: of ssd_ends, where they are made already.

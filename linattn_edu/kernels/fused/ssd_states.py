@@ -11,16 +11,9 @@ from linattn_edu.packing import Packing
 
 
 def ssd_states(
-    B: Tensor,
-    x: Tensor,
-    gs: Tensor,
-    gc: Tensor,
-    initial_state: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    *,
-    chunk_size: int,
-    packing: Packing | None = None,
-) -> Tensor:
+    B: Tensor, x: Tensor, gs: Tensor, gc: Tensor, initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None, *, chunk_size: int, packing: Packing | None = None,
+) -> Tensor:  # fmt: skip
     """Launch the kernels that are faster; arguments and result as in the reference."""
     options = {"seq_idx": seq_idx, "chunk_size": chunk_size, "packing": packing}
     # eq:ssd-scan   h <- a h + (diag(r * step) B)^T X
@@ -31,16 +24,9 @@ def ssd_states(
 
 
 def ssd_states_bwd(
-    C: Tensor,
-    gc: Tensor,
-    dy: Tensor,
-    dht: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    *,
-    chunk_size: int,
-    packing: Packing | None = None,
-    maps: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+    C: Tensor, gc: Tensor, dy: Tensor, dht: Tensor | None = None, seq_idx: Tensor | None = None, *,
+    chunk_size: int, packing: Packing | None = None, maps: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same.  maps: of ssd_ends_bwd, of the pieces that are then scanned side by side."""
     options = {"seq_idx": seq_idx, "chunk_size": chunk_size, "packing": packing, "maps": maps}
     # eq:delta-ds   dh <- a dh + (diag(e) C)^T dY
@@ -49,17 +35,10 @@ def ssd_states_bwd(
 
 
 def _in_gluon(
-    B: Tensor,
-    x: Tensor,
-    gs: Tensor | None,
-    gc: Tensor,
-    entering: Tensor | None,
-    *,
-    seq_idx: Tensor | None,
-    chunk_size: int,
-    packing: Packing | None,
+    B: Tensor, x: Tensor, gs: Tensor | None, gc: Tensor, entering: Tensor | None, *,
+    seq_idx: Tensor | None, chunk_size: int, packing: Packing | None,
     maps: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor | None] | None:
+) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
     """Launch ssd_ends_kernel, where a sequence has several pieces, and ssd_states_gluon_kernel; or
     say that they are not for this.
 

@@ -128,18 +128,22 @@ def bar_pairs(n: gl.constexpr, first: gl.constexpr, second: gl.constexpr):
 
 # -- chunk-parallel stages: every so many-th item, a head of a chunk, a program ------------------
 @gluon.jit
-def item_at(n, H: gl.constexpr, G: gl.constexpr):
-    """Of the n-th item of this program, a value head of a chunk: chunk, q/k head, value head."""
+def item_at(n, H: gl.constexpr, G: gl.constexpr, items_ptr=None):
+    """Of the n-th item of this program, a value head of a chunk: chunk, q/k head, value head.
+    items_ptr: of `listed`, or None.
+    """
     i = gl.program_id(0) + n // G * gl.num_programs(0)
+    if items_ptr is not None:
+        i = gl.load(items_ptr + 1 + i)
     i_h = i % H
     return i // H, i_h, i_h * G + n % G
 
 
 @gluon.jit
 def gates_of_item(gc_ptr, beta_ptr, n, o_t, ROW: gl.constexpr, H: gl.constexpr,
-             G: gl.constexpr, BT: gl.constexpr):  # fmt: skip
+             G: gl.constexpr, BT: gl.constexpr, items_ptr=None):  # fmt: skip
     """gc and beta [BT] of the n-th item."""
-    i_c, _, i_hv = item_at(n, H, G)
+    i_c, _, i_hv = item_at(n, H, G, items_ptr)
     o = (i_c * BT + o_t).to(gl.int64) * ROW + i_hv
     return gl.load(gc_ptr + o), gl.load(beta_ptr + o).to(gl.float32)
 

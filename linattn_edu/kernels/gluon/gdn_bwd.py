@@ -413,7 +413,9 @@ def gradients(m, bars, out, piece):
 @gluon.jit(do_not_specialize=["T", "N"])
 def scan_intra_bwd_gluon_kernel(
     q_desc, k_desc, v_desc, P_desc, AG_desc, h_desc, v_new_desc, do_desc, dq_desc, dk_desc, dv_desc,
-    beta_ptr, gc_ptr, dht_ptr, dh0_ptr, dbeta_ptr, dgc_ptr, scale, cu_ptr, offsets_ptr, T, N,
+    beta_ptr, gc_ptr, dht_ptr, dh0_ptr, dbeta_ptr, dgc_ptr, scale,
+    warmup_ptr,  # None, or -1 for heads that are not worked on
+    cu_ptr, offsets_ptr, T, N,
     ROW: gl.constexpr,  # numbers between tokens in beta and gc, and in their gradients
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
@@ -442,7 +444,7 @@ def scan_intra_bwd_gluon_kernel(
                   gradients, which leave dk in the place of k
     """
     piece = piece_of_program(
-        gl.program_id(0), None, cu_ptr, offsets_ptr, T, N, H, HV, V, 64, 64, 2, True
+        gl.program_id(0), warmup_ptr, cu_ptr, offsets_ptr, T, N, H, HV, V, 64, 64, 2, True
     )
     m = Memory(
         ring(q_desc, 2), ring(k_desc, 4), ring(v_desc, 2), ring(P_desc, 2), ring(h_desc, 4),
@@ -472,18 +474,20 @@ OPTIONS = {"num_warps": 4, "maxnreg": 128, **ALLOCATE}
 
 @attempt
 def scan_intra_bwd_gluon(
-    given: tuple[Tensor | None, ...], out: tuple[Tensor, ...], scale: float, pieces: Pieces
-) -> None:
+    given: tuple[Tensor | None, ...], out: tuple[Tensor, ...], scale: float, ways: Tensor | None,
+    pieces: Pieces,
+) -> None:  # fmt: skip
     """Launch the kernel on whole sequences.
 
     given: q, k, v, beta, gc, P, AG, h, v_new, do and dht; out, which it writes: dq, dk, dv, dbeta,
-    dgc and dh0. Tensors [B, T, heads, ...] may be views of some heads.
+    dgc and dh0. Tensors [B, T, heads, ...] may be views of some heads. ways: [N, HV], -1 for heads
+    that are not worked on, or None.
     """
     q, k, v, beta, gc, P, AG, h, v_new, do, dht = given
     dq, dk, dv, dbeta, dgc, dh0 = out
     (H, K), (HV, V) = q.shape[2:], v.shape[2:]
     tensors = q, k, v, P, AG, h, v_new, do, dq, dk, dv
     scan_intra_bwd_gluon_kernel[(pieces.N * HV,)](
-        *(descriptor(x, CHUNK) for x in tensors), beta, gc, dht, dh0, dbeta, dgc, scale,
-        *pieces.places, pieces.N, gc.stride(1), H, HV, K, V, **OPTIONS,
+        *(descriptor(x, CHUNK) for x in tensors), beta, gc, dht, dh0, dbeta, dgc, scale, ways,
+        *pieces.places, pieces.chained, gc.stride(1), H, HV, K, V, **OPTIONS,
     )  # fmt: skip

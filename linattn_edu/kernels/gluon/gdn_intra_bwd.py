@@ -58,6 +58,7 @@ class Source:
     Z_low_desc: object
     gc_ptr: object
     beta_ptr: object
+    items_ptr: object
 
 
 @record
@@ -105,6 +106,7 @@ class Out:
     dbeta_ptr: object
     dgc_ptr: object
     scale: object
+    items_ptr: object  # as of item_at
 
 
 @gluon.jit
@@ -114,10 +116,12 @@ def load_tiles(source, m, bars, N, ROW: gl.constexpr, H: gl.constexpr, G: gl.con
     o_t = gl.arange(0, BT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     FINE: gl.constexpr = source.Z_low_desc is not None
     AHEAD: gl.constexpr = 0 if FINE else 1
-    b_gc, b_beta = gates_of_item(source.gc_ptr, source.beta_ptr, 0, o_t, ROW, H, G, BT)
+    b_gc, b_beta = gates_of_item(
+        source.gc_ptr, source.beta_ptr, 0, o_t, ROW, H, G, BT, source.items_ptr
+    )
     for n in range(N + AHEAD):
         if n >= AHEAD:
-            i_c, _, i_hv = item_at(n - AHEAD, H, G)
+            i_c, _, i_hv = item_at(n - AHEAD, H, G, source.items_ptr)
             i_S, column = (i_c * (H * G) + i_hv) * K, i_hv * V
             mbarrier.wait(bars.empty_h, (n + AHEAD & 1) ^ 1)
             mbarrier.expect(bars.full_Z, (3 if FINE else 2) * BT * V * 2)
@@ -130,7 +134,7 @@ def load_tiles(source, m, bars, N, ROW: gl.constexpr, H: gl.constexpr, G: gl.con
             mbarrier.expect(bars.full_dh, K * V * 2)
             async_load(source.dh_desc, [i_S, 0], bars.full_dh, m.dhs.index(0))
         if n < N:  # one item further, to the place that the wait above has seen empty
-            i_c, _, i_hv = item_at(n, H, G)
+            i_c, _, i_hv = item_at(n, H, G, source.items_ptr)
             i, column = n % (1 + AHEAD), i_hv * V
             full = bars.full_new.index(i)
             mbarrier.expect(full, (3 if FINE else 2) * BT * V * 2)
@@ -143,7 +147,7 @@ def load_tiles(source, m, bars, N, ROW: gl.constexpr, H: gl.constexpr, G: gl.con
             barrier()
             mbarrier.arrive(bars.gates_full.index(i), count=1)
         if (n >= AHEAD) & ((n - AHEAD) % G == 0):  # the place of q and k becomes empty last
-            i_c, i_h, _ = item_at(n - AHEAD, H, G)
+            i_c, i_h, _ = item_at(n - AHEAD, H, G, source.items_ptr)
             mbarrier.wait(bars.empty_k, ((n - AHEAD) // G & 1) ^ 1)
             mbarrier.expect(bars.full_k, 2 * BT * K * 2)
             for c in gl.static_range(K // 64):
@@ -152,7 +156,15 @@ def load_tiles(source, m, bars, N, ROW: gl.constexpr, H: gl.constexpr, G: gl.con
                 async_load(source.q_desc, at, bars.full_k, m.qs.index(c))
         # those of the next one are on their way meanwhile
         b_gc, b_beta = gates_of_item(
-            source.gc_ptr, source.beta_ptr, gl.minimum(n + 1, N - 1), o_t, ROW, H, G, BT
+            source.gc_ptr,
+            source.beta_ptr,
+            gl.minimum(n + 1, N - 1),
+            o_t,
+            ROW,
+            H,
+            G,
+            BT,
+            source.items_ptr,
         )
 
 
@@ -173,22 +185,22 @@ def whole(parts, i: gl.constexpr, GROUPS: gl.constexpr):
 
 @gluon.jit
 def store_sums(
-    parts, c: gl.constexpr, dbeta_ptr, dgc_ptr, n, ROW: gl.constexpr, H: gl.constexpr,
-    G: gl.constexpr, BT: gl.constexpr, GROUPS: gl.constexpr,
+    parts, c: gl.constexpr, out, n, ROW: gl.constexpr, H: gl.constexpr, G: gl.constexpr,
+    BT: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Add what the groups left of the n-th item: the first stores dgc, the last dbeta."""
     o_t = gl.arange(0, BT, VECTOR)
-    i_c, _, i_hv = item_at(n, H, G)
+    i_c, _, i_hv = item_at(n, H, G, out.items_ptr)
     o = (i_c * BT + o_t).to(gl.int64) * ROW + i_hv
     if c == 0:
         # eq:fused-dgc   dgc = q dq + beta k f - k d; dgc_last += sum k dk + 2^gc_last <dS, S>
         b_through = gl.sum(whole(parts, 2, GROUPS), 0)
         b_dgc = whole(parts, 0, GROUPS)
-        gl.store(dgc_ptr + o, b_dgc + gl.where(o_t == BT - 1, b_through, 0.0))
+        gl.store(out.dgc_ptr + o, b_dgc + gl.where(o_t == BT - 1, b_through, 0.0))
     if c == GROUPS - 1:
         # eq:fused-dbeta   dbeta = rowsum(Z * V) + rowsum(K * F)
         b_dbeta = whole(parts, 1, GROUPS)
-        gl.store(dbeta_ptr + o, b_dbeta.to(dbeta_ptr.dtype.element_ty))
+        gl.store(out.dbeta_ptr + o, b_dbeta.to(out.dbeta_ptr.dtype.element_ty))
 
 
 @gluon.jit
@@ -284,7 +296,7 @@ def compute_keys(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
             mbarrier.arrive(bars.empty_k, count=1)
         mbarrier.wait(bars.used, (n & 1) ^ 1)
         if n > 0:
-            store_sums(m.parts, c, out.dbeta_ptr, out.dgc_ptr, n - 1, ROW, H, G, BT, GROUPS)
+            store_sums(m.parts, c, out, n - 1, ROW, H, G, BT, GROUPS)
         if c == 0:
             b_P = warpgroup_mma_wait(BEGUN + (2 - GROUPS) * (1 + 2 * FINE), [b_P])
             inside(b_P, gc, beta, m, z, 0, out.scale, BT, FINE)
@@ -358,7 +370,7 @@ def compute_keys(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
         barrier()  # no warp reads what the halves share any more, nor its k and q
         mbarrier.arrive(bars.used, count=1)
         if (n + 1) % G == 0:
-            i_c, i_h, _ = item_at(n, H, G)
+            i_c, i_h, _ = item_at(n, H, G, out.items_ptr)
             q.store(b_dq.to(q.dtype))
             k.store(b_dk.to(k.dtype))
             fence_async_shared()
@@ -366,7 +378,7 @@ def compute_keys(c: gl.constexpr, out, m, bars, N, ROW: gl.constexpr, H: gl.cons
             async_store(out.dq_desc, [i_c * BT, i_h * K + c * BT], q)
             async_store(out.dk_desc, [i_c * BT, i_h * K + c * BT], k)
     mbarrier.wait(bars.used, (N & 1) ^ 1)
-    store_sums(m.parts, c, out.dbeta_ptr, out.dgc_ptr, N - 1, ROW, H, G, BT, GROUPS)
+    store_sums(m.parts, c, out, N - 1, ROW, H, G, BT, GROUPS)
     tma.store_wait(0)
 
 
@@ -375,6 +387,7 @@ def intra_chunk_bwd_gluon_kernel(
     q_desc, k_desc, v_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc,
     v_low_desc, Z_low_desc,  # or None
     dq_desc, dk_desc, beta_ptr, gc_ptr, dbeta_ptr, dgc_ptr, scale,
+    items_ptr,  # of item_at
     NT,  # chunks of all sequences
     ROW: gl.constexpr,  # numbers between tokens in beta and gc, and in their gradients
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr,
@@ -399,7 +412,11 @@ def intra_chunk_bwd_gluon_kernel(
     """
     GROUPS: gl.constexpr = K // 64
     G: gl.constexpr = HV // H
-    N = gl.cdiv(NT * H - gl.program_id(0), gl.num_programs(0)) * G
+    N = NT * H if items_ptr is None else gl.load(items_ptr)
+    N = gl.cdiv(N - gl.program_id(0), gl.num_programs(0)) * G
+    if items_ptr is not None:  # noqa: SIM102 - of None it is known here
+        if N <= 0:
+            return
     FINE: gl.constexpr = Z_low_desc is not None
     PLACES: gl.constexpr = 1 if FINE else 2
     v_lows, Z_lows = None, None
@@ -417,10 +434,10 @@ def intra_chunk_bwd_gluon_kernel(
         bar(GROUPS), bar(GROUPS),
     )  # fmt: skip
     fence_async_shared()
-    out = Out(dq_desc, dk_desc, dbeta_ptr, dgc_ptr, scale)
+    out = Out(dq_desc, dk_desc, dbeta_ptr, dgc_ptr, scale, items_ptr)
     source = Source(
         q_desc, k_desc, v_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc, v_low_desc,
-        Z_low_desc, gc_ptr, beta_ptr,
+        Z_low_desc, gc_ptr, beta_ptr, items_ptr,
     )  # fmt: skip
     if GROUPS == 2:
         gl.warp_specialize([
@@ -445,9 +462,10 @@ def intra_bwd_gluon(
     out: tuple[Tensor, Tensor, Tensor, Tensor],
     scale: float,
     low: tuple[Tensor, Tensor] | None = None,
+    items: Tensor | None = None,
 ) -> None:
     """Launch intra_chunk_bwd_gluon_kernel on what intra_chunk_bwd is given; it writes dq, dk, dbeta
-    and dgc. Tensors [B, T, heads, ...] may be views of some heads.
+    and dgc. Tensors [B, T, heads, ...] may be views of some heads. items: of item_at, or None: all.
     """
     q, k, v, beta, gc, h, v_new, do, dh, Z = given
     dq, dk, dbeta, dgc = out
@@ -458,6 +476,6 @@ def intra_bwd_gluon(
     tensors = q, k, v, h, v_new, do, dh, Z, *(low or (None, None)), dq, dk
     descriptors = (descriptor(x, *size) for x, size in zip(tensors, sizes, strict=True))
     intra_chunk_bwd_gluon_kernel[(min(device_of(q)[1] * (128 // K), NT * H),)](
-        *descriptors, beta, gc, dbeta, dgc, scale, NT, gc.stride(1), H, HV, K, V, CHUNK,
+        *descriptors, beta, gc, dbeta, dgc, scale, items, NT, gc.stride(1), H, HV, K, V, CHUNK,
         **OPTIONS[K],
     )  # fmt: skip

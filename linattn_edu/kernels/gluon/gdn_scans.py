@@ -229,8 +229,8 @@ def scan_states_gluon(
     (H, K), (HV, V) = k.shape[2:], v.shape[2:]
     descriptors = map(descriptor, (k, v, AG, h, v_new), (K, BV, CHUNK, BV, BV))
     scan_states_gluon_kernel[(pieces.N * HV * V // BV,)](
-        *descriptors, beta, gc, h0, warmup, *pieces.places, pieces.N, gc.stride(1), 1, H, HV, K, V,
-        **TILES, **gdn_scan.OPTIONS,
+        *descriptors, beta, gc, h0, warmup, *pieces.places, pieces.chained, gc.stride(1), 1,
+        H, HV, K, V, **TILES, **gdn_scan.OPTIONS,
     )  # fmt: skip
 
 
@@ -246,8 +246,8 @@ def scan_bwd_gluon(
     widths = K, K, CHUNK, CHUNK, BV, BV, BV, BV
     descriptors = map(descriptor, (q, k, P, AG, do, dh, Z, dv), widths)
     scan_bwd_gluon_kernel[(pieces.N * HV * V // BV,)](
-        *descriptors, beta, gc, dht, dh0, scale, warmup, *pieces.places, pieces.N, gc.stride(1), 1,
-        H, HV, K, V, **TILES_BACK, **gdn_scan.OPTIONS,
+        *descriptors, beta, gc, dht, dh0, scale, warmup, *pieces.places, pieces.chained,
+        gc.stride(1), 1, H, HV, K, V, **TILES_BACK, **gdn_scan.OPTIONS,
     )  # fmt: skip
 
 
@@ -265,5 +265,5 @@ def scans_gluon(
     widths = K, K, BV, CHUNK, CHUNK, BV, BV, BV, BV, BV, BV
     scans_gluon_kernel[(2 * pieces.N * HV * V // BV,)](
         *map(descriptor, tensors, widths), beta, gc, h0, dht, dh0, scale, forth, back,
-        *pieces.places, pieces.N, gc.stride(1), H, HV, K, V, **TILES_BOTH, **gdn_scan.OPTIONS,
+        *pieces.places, pieces.chained, gc.stride(1), H, HV, K, V, **TILES_BOTH, **gdn_scan.OPTIONS,
     )  # fmt: skip

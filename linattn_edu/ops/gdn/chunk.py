@@ -12,7 +12,7 @@ from linattn_edu.ops import checkpoints
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.delta.operations import operations
 from linattn_edu.ops.l2norm import unit
-from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.ops.operator import Operator, counted, like, widened
 from linattn_edu.ops.preallocated import into
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.repeated import repeated
@@ -141,7 +141,8 @@ def chunk_gated_delta_rule(
             torch.compile and not in CUDA graphs. Not with cp_context.
         batch_invariant: Whether to refuse a call of which a sequence's bits, in the forward pass,
             depend on more than its tokens in whole chunks: see "The same bits" on the page
-            Interface. It changes no result.
+            Interface. It changes no result, but that with allow_neg_eigval all heads are kept in
+            halves: see Accuracy.
         transpose_state_layout: Deprecated name of state_v_first.
         cp_context: Of :func:`build_cp_context`, where the sequences are cut over several ranks, all
             of which call this: the tensors are then those of this rank, ``[B, tokens, ...]``, every
@@ -164,24 +165,27 @@ def chunk_gated_delta_rule(
     alike and a beta beyond 1 of which nothing is said, o and gradients are off by as much as they
     are, or more: the numbers that are rounded alternate and cancel. allow_neg_eigval says that beta
     may be beyond 1, and keeps these in two halves of 16 bit each (Hopper, an even K and V up to
-    128, on one rank) or, elsewhere, in float32, which costs time and memory: then o,
+    128, on one rank) or, elsewhere, in float32, which costs memory, and time: then o,
     the final state and all gradients but that of g are within three roundings with unit keys,
     however alike; nine in bfloat16 with one key, beta 2 and no decay, which forget nothing. The
-    reference stages are so without being told. In float16 every value written, about ``2 |v|``,
-    and every number of a state must stay below 65504, as the kernels read copies of 16 bit of both:
-    beyond it o, the state and gradients are NaN or infinite from that chunk on, even where the
-    right ones fit. :func:`fused_recurrent_gated_delta_rule`, bfloat16 and float32 hold such states.
-    And v of 1e-6 and less, with two or three bits left, is a quarter wrong: multiply such values,
-    and the initial state, by a power of two, and o and the state by its inverse. A decay between
-    two tokens is the difference of two sums of g over the chunk, in float32, and has about 1e-7
-    times the larger of them as its relative error: 2e-5 after 32 tokens with ``g = -5``, up to 1e-3
-    after many that are shut. A token whose decay is shut (``g`` below -104, a zero in float32)
-    counts as -104, and its g has the gradient 0.
+    reference stages are so without being told. Halves are kept of the q/k heads of each sequence
+    where the numbers of some chunk cancel, which a kernel finds on the GPU: of heads whose keys are
+    unlike and whose gates fade next to none. The others are as without allow_neg_eigval, there
+    within three roundings, too, but for the gradient of beta, within six. In float16 every value
+    written, about ``2 |v|``, and every number of a state must stay below 65504, as the kernels read
+    copies of 16 bit of both: beyond it o, the state and gradients are NaN or infinite from that
+    chunk on, even where the right ones fit. :func:`fused_recurrent_gated_delta_rule`, bfloat16 and
+    float32 hold such states. And v of 1e-6 and less, with two or three bits left, is a quarter
+    wrong: multiply such values, and the initial state, by a power of two, and o and the state by
+    its inverse. A decay between two tokens is the difference of two sums of g over the chunk, in
+    float32, and has about 1e-7 times the larger of them as its relative error: 2e-5 after 32 tokens
+    with ``g = -5``, up to 1e-3 after many that are shut. A token whose decay is shut (``g`` below
+    -104, a zero in float32) counts as -104, and its g has the gradient 0.
 
     Memory: between the passes it keeps its inputs and, of each token and head, chunk_size numbers
     of q's dtype, twice as many where both passes run in fused kernels (16 bit, Hopper and later, K
-    and V up to 128), four times where these keep halves. With use_qk_l2norm_in_kernel it keeps q
-    and k twice, as given and divided, and with use_beta_sigmoid_in_kernel beta.
+    and V up to 128), four times where these may keep halves. With use_qk_l2norm_in_kernel it keeps
+    q and k twice, as given and divided, and with use_beta_sigmoid_in_kernel beta.
 
     Works under ``torch.compile(fullgraph=True)``, in CUDA graphs (with cu_seqlens only together
     with cu_seqlens_cpu or max_num_seqs), with activation checkpointing and under autocast, which
@@ -229,7 +233,10 @@ def chunk_gated_delta_rule(
         q, k, v = in_float32(q, k, v)
     if normalise:
         q, k = unit(q, impl), unit(k, impl)
-    save = "gc P AG P_low AG_low" if halves else _saved(impl, q, v, chunk_size, place.group)
+    save = _saved(impl, q, v, chunk_size, place.group)
+    if halves:  # of all heads, where that costs no more, and where a part decides as the whole
+        halves = 2 if impl == "reference" or batch_invariant else 1
+        save = "gc P AG P_low AG_low" + " cancels" * (halves == 1)
     o, final_state, *kept = chunk(
         *place.joined(q, k, v, g, beta), A_log, dt_bias, place.entering(initial_state),
         *place.bounds, scale, output_final_state or place.writes, chunk_size, halves, place.group,
@@ -273,6 +280,8 @@ class FusedStages:
     gate_cumsum: Callable = stage("delta.gate_cumsum")
     intra_chunk: Callable = stage("fused.gdn_intra")
     intra_halves: Callable = stage("fused.gdn_intra")
+    cancels: Callable = stage("fused.cancel")
+    those: Callable = stage("fused.cancel")
     scan: Callable = stage("fused.gdn_fwd")
     chunk_fwd: Callable = stage("fused.gdn_fwd")
     scan_states: Callable = stage("fused.gdn_scans")
@@ -302,6 +311,7 @@ class Residuals(NamedTuple):
     AG: Tensor | None = None  # A * G
     P_low: Tensor | None = None  # what rounding has cut off from P and AG
     AG_low: Tensor | None = None
+    cancels: Tensor | None = None  # the heads that have them; None: all
     crossing: Tensor | None = None  # states that come from other ranks
 
 
@@ -350,13 +360,14 @@ chunk = Operator(
         "AG": like("B T HV C", "q"),
         "P_low": like("B T HV C", "q"),
         "AG_low": like("B T HV C", "q"),
+        "cancels": counted("N HV"),
         "crossing": widened("X HV K V", "q"),
     },
     options={
         "scale": "float",
         "output_final_state": "bool",
         "chunk_size": "int",
-        "halves": "bool",
+        "halves": "int",
     },
     residuals=Residuals,
     stages=stages,
@@ -384,15 +395,16 @@ def forward(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
-    halves: bool = False,
+    halves: int = 0,
     packing: Packing | None = None,
     cp: Ranks | None = None,
     keep: Collection[str] = ("gc", "A", "crossing"),
 ) -> tuple[Tensor, Tensor | None, Residuals]:
     """The chunked forward pass as a composition of stages (shapes as in chunk_gated_delta_rule).
 
-    halves: FusedStages with P and A * G in halves; without cp. cp: what other ranks send and are
-    sent. keep: the residuals that are returned, of A and AG one, with halves AG.
+    halves: FusedStages with P and A * G in halves, of all heads with 2, with 1 of those where
+    numbers cancel; without cp. cp: what other ranks send and are sent. keep: the residuals that are
+    returned, of A and AG one, with halves AG.
     Returns o, the final state or None, and what the backward pass starts from. Only the kernels
     take a packing.
 
@@ -401,7 +413,7 @@ def forward(
     packed = {} if packing is None else {"packing": packing}
     options = {"chunk_size": chunk_size, **packed}
     gc = stages.gate_cumsum(g, A_log, dt_bias, **options)
-    A, P, AG, P_low, AG_low = (None,) * 5
+    A, P, AG, P_low, AG_low, found = (None,) * 6
 
     def enter(make: Callable, given: tuple) -> Tensor | Callable | None:
         """Send the maps of the pieces, which `make` makes; the state that enters this one."""
@@ -409,10 +421,19 @@ def forward(
         return cp.promised(stages.cp_merge, initial_state)
 
     if isinstance(stages, FusedStages) and halves:
-        P, AG, P_low, AG_low = stages.intra_halves(q, k, beta, gc, **options)
+        only = o = None
+        scan = {"scale": scale, "output_final_state": output_final_state}
+        if halves == 1:
+            o, final_state, P, AG = stages.chunk_fwd(
+                q, k, v, beta, gc, initial_state, keep=True, **scan, **options
+            )
+            found = stages.cancels(P, AG, beta, q.shape[2], **packed)
+            only = stages.those(found, k, **options)
+        inner = None if only is None else (P, AG)
+        P, AG, P_low, AG_low = stages.intra_halves(q, k, beta, gc, only, inner, **options)
         o, final_state = stages.scan(
-            q, k, v, gc, P, AG, initial_state, beta, (P_low, AG_low), scale=scale,
-            output_final_state=output_final_state, **packed,
+            q, k, v, gc, P, AG, initial_state, beta, (P_low, AG_low), only,
+            None if only is None else (o, final_state), **scan, **packed,
         )  # fmt: skip
     elif isinstance(stages, FusedStages) and "A" not in keep:
         o, final_state, P, AG = stages.chunk_fwd(
@@ -435,7 +456,7 @@ def forward(
             k, w, u, gc, initial_state, output_final_state=output_final_state, **options
         )
         o = stages.output(q, k, v_new, h, gc, scale=scale, **options)
-    kept = Residuals(gc, A, P, AG, P_low, AG_low, cp and cp.crossing)._asdict()
+    kept = Residuals(gc, A, P, AG, P_low, AG_low, found, cp and cp.crossing)._asdict()
     return o, final_state, Residuals(*(x if n in keep else None for n, x in kept.items()))
 
 
@@ -469,7 +490,7 @@ def backward(
         dq, dk, dv, dg, dbeta, dA_log and ddt_bias (or None), and the gradient of the initial state.
     Source: chapter 12.
     """
-    gc, A, P, AG, *low, crossing = residuals
+    gc, A, P, AG, *low, found, crossing = residuals
     packed = {} if packing is None else {"packing": packing}
     if cp is not None:
         initial_state = cp.entering(crossing, initial_state)
@@ -481,7 +502,7 @@ def backward(
             dht = cp.promised(stages.cp_merge_bwd, dht)
         dq, dk, dv, dbeta, dgc, dh0 = stages.chunk_bwd(
             q, k, v, beta, gc, P, AG, do, initial_state, dht,
-            None if low[0] is None else tuple(low), scale=scale, **packed,
+            None if low[0] is None else tuple(low), found, scale=scale, **packed,
         )  # fmt: skip
     else:
         options = {"chunk_size": A.shape[-1], **packed}

@@ -15,7 +15,7 @@ said at import, and the shapes that follow from it; `composing`, how the composi
 `forms`, in which of its forms a call meets PyTorch, whole or in `pieces`.
 """
 
-from linattn_edu.ops.operator.declaration import like, widened
+from linattn_edu.ops.operator.declaration import counted, like, widened
 from linattn_edu.ops.operator.forms import Operator
 
-__all__ = ["Operator", "like", "widened"]
+__all__ = ["Operator", "counted", "like", "widened"]

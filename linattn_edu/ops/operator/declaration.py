@@ -30,6 +30,7 @@ class Output:
     wide: bool
     gradient: str | None
     unless: str = ""
+    dtype: torch.dtype | None = None  # or this one
 
 
 def like(axes: str, of: str, gradient: str | None = None, unless: str = "") -> Output:
@@ -40,6 +41,11 @@ def like(axes: str, of: str, gradient: str | None = None, unless: str = "") -> O
 def widened(axes: str, of: str, gradient: str | None = None) -> Output:
     """An output in float32, or float64 where one of the tensors is."""
     return Output(tuple(axes.split()), tuple(of.split()), True, gradient)
+
+
+def counted(axes: str) -> Output:
+    """An output of int32."""
+    return Output(tuple(axes.split()), (), False, None, dtype=torch.int32)
 
 
 class Declaration:
@@ -164,6 +170,8 @@ class Declaration:
         out = self.outputs.get(name)
         if out is None:
             dtype = given[name].dtype if name in given else wide(like)
+        elif out.dtype is not None:
+            dtype = out.dtype
         elif out.wide:
             dtype = wide(*(given[n] for n in out.of))
         else:

@@ -5,8 +5,10 @@ from torch import Tensor
 
 from linattn_edu.reference.delta.gate_cumsum import decay_matrix
 from linattn_edu.reference.delta.wy_bwd import last_tokens
+from linattn_edu.reference.fused.cancel import those
 from linattn_edu.reference.fused.gdn_scans import scans
 from linattn_edu.reference.tiles import (
+    chosen,
     compute_dtype,
     from_chunks,
     pad_gate,
@@ -108,6 +110,7 @@ def chunk_bwd(
     initial_state: Tensor | None = None,
     dht: Tensor | None = None,
     low: tuple[Tensor, Tensor] | None = None,
+    cancels: Tensor | None = None,
     *,
     scale: float,
 ) -> tuple[Tensor, ...]:
@@ -117,14 +120,19 @@ def chunk_bwd(
 
     Args:
         Those of scans.
+        cancels: [B, HV], with low: -1 for the heads that have low halves; None: all have.
     Returns:
         dq, dk, dv, dbeta, dgc and dh0: of scans and intra_chunk_bwd what is a gradient.
     Source: chapter 24.
     """
-    h, v_new, dh, Z, dv, dh0, *low = scans(
-        q, k, v, beta, gc, P, AG, do, initial_state, dht, low, scale=scale
-    )
+    given = q, k, v, beta, gc, P, AG, do, initial_state, dht
+    h, v_new, dh, Z, dv, dh0, *low = scans(*given, low, scale=scale)
     dq, dk, dbeta, dgc = intra_chunk_bwd(
         q, k, v, beta, gc, h, v_new, do, dh, Z, low or None, scale=scale, chunk_size=AG.shape[-1]
     )
-    return dq, dk, dv, dbeta, dgc, dh0
+    made = dq, dk, dv, dbeta, dgc, dh0
+    if cancels is None:
+        return made
+    only, others = those(cancels, k, chunk_size=AG.shape[-1]), chunk_bwd(*given, scale=scale)
+    axes = 2, 2, 2, 2, 2, 1
+    return tuple(map(chosen, [only] * 6, made, others, axes))

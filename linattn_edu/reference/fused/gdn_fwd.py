@@ -7,6 +7,7 @@ from torch import Tensor
 
 from linattn_edu.reference.fused.gdn_intra import intra_chunk
 from linattn_edu.reference.tiles import (
+    chosen,
     compute_dtype,
     from_chunks,
     pad_gate,
@@ -25,6 +26,8 @@ def scan(
     initial_state: Tensor | None = None,
     beta: Tensor | None = None,
     low: tuple[Tensor, Tensor] | None = None,
+    only: tuple[Tensor, Tensor] | None = None,
+    made: tuple[Tensor, Tensor | None] | None = None,
     *,
     scale: float,
     output_final_state: bool = False,
@@ -40,6 +43,7 @@ def scan(
         initial_state: [B, HV, K, V], zero if None.
         beta, low: with P and A * G of intra_halves, the second in the place of R: beta [B, T, HV],
             which is not in it, and the low halves of the two.
+        only, made: of `those`, the heads that cancel, with low; and o and the state of the others.
     Returns:
         o [B, T, HV, V] in q.dtype; the final state [B, HV, K, V] in fp32 (fp64 for fp64 input)
         or None.
@@ -72,7 +76,10 @@ def scan(
         last = gc[:, :, c, -1:]
         decayed = torch.exp2(last - gc[:, :, c])[..., None] * v_new
         S = torch.exp2(last)[..., None] * S + K[:, :, c].mT @ decayed
-    return from_chunks(torch.stack(o, 2), T).to(q.dtype), S if output_final_state else None
+    o, S = from_chunks(torch.stack(o, 2), T).to(q.dtype), S if output_final_state else None
+    if made is not None:
+        o, S = chosen(only, o, made[0]), chosen(only, S, made[1], 1)
+    return o, S
 
 
 def scan_map(

@@ -5,6 +5,7 @@ from torch import Tensor
 from linattn_edu.reference.delta.gate_cumsum import decay_matrix
 from linattn_edu.reference.delta.solve import unit_lower_inverse
 from linattn_edu.reference.tiles import (
+    chosen,
     compute_dtype,
     from_chunks,
     halves,
@@ -56,7 +57,14 @@ def intra_chunk(
 
 
 def intra_halves(
-    q: Tensor, k: Tensor, beta: Tensor, gc: Tensor, *, chunk_size: int
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    gc: Tensor,
+    only: tuple[Tensor, Tensor] | None = None,
+    made: tuple[Tensor, Tensor] | None = None,
+    *,
+    chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """P and A * G of intra_chunk as sums of two numbers of 16 bit, for beta beyond 1.
 
@@ -65,6 +73,7 @@ def intra_halves(
 
     Args:
         Those of intra_chunk.
+        only: Of `those`, the heads that cancel. made: P and A * G of the others.
     Returns:
         P, A * G, and what rounding has cut off from the two, each [B, T, HV, C] in q.dtype.
     Source: chapter 03.
@@ -72,4 +81,6 @@ def intra_halves(
     wide = [x.to(compute_dtype(q, k, beta, gc)) for x in (q, k, beta, gc)]
     P, _, AG = intra_chunk(*wide, chunk_size=chunk_size, return_inverse=True, gated=True)
     (P, P_low), (AG, AG_low) = (halves(x, q.dtype) for x in (P, AG))
+    if made is not None:
+        P, AG = (chosen(only, x, y) for x, y in zip((P, AG), made, strict=True))
     return P, AG, P_low, AG_low
