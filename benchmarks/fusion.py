@@ -90,8 +90,8 @@ def each_stage(stages, calls: dict[str, Callable]) -> None:
     if "chunk_bwd" not in calls:
         return
     whole = calls.pop("chunk_bwd")
-    q, k, v, beta, gc, P, AG, do, h0, dht, _ = whole.args  # without low halves
-    calls["scans"] = partial(stages.scans, *whole.args, **whole.keywords)
+    q, k, v, beta, gc, P, AG, do, h0, dht, *_ = whole.args  # without low halves
+    calls["scans"] = partial(stages.scans, *whole.args[:10], **whole.keywords)
     h, v_new, dh, Z, _, _ = calls["scans"]()
     calls["scan_states"] = partial(stages.scan_states, k, v, beta, gc, AG, h0)
     args = (q, k, beta, gc, P, AG, do, dht)

@@ -222,6 +222,7 @@ def test_what_the_readme_says_that_is_refused(function, arguments, said):
 
 
 JOINED = {
+    "fused.cancel": ("cancels", "those"),
     "delta.cumsum": ("cumsum", "global_cumsum"),
     "delta.cp_merge": ("piece_map", "cp_merge", "cp_join"),
     "delta.cp_merge_bwd": ("piece_map_bwd", "cp_merge_bwd", "cp_join_bwd"),

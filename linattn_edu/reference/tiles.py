@@ -16,15 +16,13 @@ def halves(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return high, (x - high.to(x.dtype)).to(dtype)
 
 
-def chosen(
-    only: tuple[Tensor, Tensor], x: Tensor | None, other: Tensor | None, heads: int = 2
-) -> Tensor | None:
-    """x [B, ..., HV, ...] for the heads of `those`, else the other; heads: their axis. Of axes of
-    q/k heads, each with all of its value heads.
+def chosen(ways: Tensor, x: Tensor | None, other: Tensor | None, heads: int = 2) -> Tensor | None:
+    """x [B, ..., HV, ...] for heads that are not -1 in ways [B, HV], else the other; heads: their
+    axis. Of q/k heads, each with all of its value heads.
     """
     if x is None:
         return None
-    ways = only[0][:, :: only[0].shape[1] // x.shape[heads]]
+    ways = ways[:, :: ways.shape[1] // x.shape[heads]]
     shape = [n if i in (0, heads) else 1 for i, n in enumerate(x.shape)]
     return torch.where(ways.view(shape) == 0, x, other)
 

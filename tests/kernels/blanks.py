@@ -56,6 +56,7 @@ def gated(K, V, dtype, C, channels=False, chunks=1):
     r.halved = by_kind.gdn_halves(kind).takes == "halves"
     r.halves, r.low, r.put = (r.P, r.A), (r.v, r.v), (r.v, h0)
     r.cancels = empty(1, 1, dtype=torch.int32)
+    r.ways = r.cancels
     r.only = r.cancels, empty(1 + chunks, dtype=torch.int32)
     given = by_kind.kda_halves(kind._replace(dtype=torch.bfloat16)).takes == "halves"
     r.fine = given and dtype == torch.float32

@@ -83,7 +83,7 @@ STAGES = [
           when=halved, more=[call("q k beta gc only halves", "chunks")]),
     Stage("fused/gdn_fwd", "gdn_fused",
           call("q k v gc P AG h0 beta halves", scale=SCALE, output_final_state=True), "scan",
-          when=halved, more=[call("q k v gc P AG h0 beta halves only put", scale=SCALE)]),
+          when=halved, more=[call("q k v gc P AG h0 beta halves ways put", scale=SCALE)]),
     Stage("fused/gdn_scans", "gdn_fused", call("q k v beta gc P AG do h0 dht halves", scale=SCALE),
           "scans", when=halved),
     Stage("fused/gdn_bwd", "gdn_fused", call("q k v beta gc h v_new do dh Z low", "scaled"),

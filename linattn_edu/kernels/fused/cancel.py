@@ -39,6 +39,7 @@ def cancels_kernel(
     b_R = load_tile(AG_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT).to(tl.float32)
     b_beta = load_row(beta_ptr + i, o_t, HV, n_t)
     b_R *= b_beta[None, :]
+    # eq:11-cancels   r = sum_j |P_j|^2 |R_j|^2 / |P R|^2
     b_PR = dot(b_P, cast(b_R, b_P.dtype))
     b_P = b_P.to(tl.float32)
     b_rows = tl.sum(b_R * b_R, 1)

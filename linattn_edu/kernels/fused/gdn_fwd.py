@@ -249,7 +249,7 @@ def entering(
 def scan(
     q: Tensor, k: Tensor, v: Tensor, gc: Tensor, P: Tensor, R: Tensor,
     initial_state: Tensor | Callable | None = None, beta: Tensor | None = None,
-    low: tuple[Tensor, Tensor] | None = None, only: tuple[Tensor, Tensor] | None = None,
+    low: tuple[Tensor, Tensor] | None = None, ways: Tensor | None = None,
     made: tuple[Tensor, Tensor | None] | None = None, *, scale: float,
     output_final_state: bool = False, packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
@@ -267,8 +267,9 @@ def scan(
             (k, R, gc, V), cp_merge, scan_map, (k, v, gc, R), initial_state, chunk_size=C,
             choice=not in_gluon, packing=packing,
         )  # fmt: skip
+        warmup = warmup if pieces.several else [ways]
     else:
-        pieces, warmup = whole_of(q, packing), [only and only[0]]
+        pieces, warmup = whole_of(q, packing), [ways]
     o, last = made or (torch.empty_like(v), None)
     if output_final_state and made is None:
         last = q.new_empty(pieces.N, HV, K, V, dtype=torch.float32)

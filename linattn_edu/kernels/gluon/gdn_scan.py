@@ -165,6 +165,6 @@ def scan_gluon(
     (H, K), (HV, V) = q.shape[2:], v.shape[2:]
     descriptors = map(descriptor, (q, k, v, P, R, o), (K, K, BV, CHUNK, CHUNK, BV))
     scan_gluon_kernel[(pieces.N * HV * V // BV,)](
-        *descriptors, gc, h0, ht, scale, warmup, pieces.cu_seqlens, pieces.T, pieces.N, H, HV, K, V,
-        **TILES, **OPTIONS,
+        *descriptors, gc, h0, ht, scale, warmup, pieces.cu_seqlens, pieces.T, pieces.chained, H, HV,
+        K, V, **TILES, **OPTIONS,
     )  # fmt: skip

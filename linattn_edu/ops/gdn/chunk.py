@@ -403,9 +403,8 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Residuals]:
     """The chunked forward pass as a composition of stages (shapes as in chunk_gated_delta_rule).
 
-    halves: FusedStages with P and A * G in halves, of all heads with 2, with 1 of those where
-    numbers cancel; without cp. cp: what other ranks send and are sent. keep: the residuals that are
-    returned, of A and AG one, with halves AG.
+    halves: FusedStages with P and A * G in halves, of all heads (2), or where numbers cancel (1).
+    cp: what other ranks send and are sent, without halves. keep: the residuals that are returned.
     Returns o, the final state or None, and what the backward pass starts from. Only the kernels
     take a packing.
 
@@ -422,20 +421,19 @@ def forward(
         return cp.promised(stages.cp_merge, initial_state)
 
     if isinstance(stages, FusedStages) and halves:
-        only = o = None
-        scan = {"scale": scale, "output_final_state": output_final_state}
+        only, inner, made = None, None, None
+        scan = {"scale": scale, "output_final_state": output_final_state, **packed}
         if halves == 1:
-            o, final_state, P, AG = stages.chunk_fwd(
-                q, k, v, beta, gc, initial_state, keep=True, **scan, **options
-            )
+            inverse = {"return_inverse": True, "gated": True}
+            P, R, AG = stages.intra_chunk(q, k, beta, gc, **inverse, **options)
             found = stages.cancels(P, AG, beta, q.shape[2], **packed)
-            only = stages.those(found, k, **options)
-        inner = None if only is None else (P, AG)
+            only, inner = stages.those(found, k, **options), (P, AG)
+            made = stages.scan(q, k, v, gc, P, R, initial_state, ways=found, **scan)
+            del R
         P, AG, P_low, AG_low = stages.intra_halves(q, k, beta, gc, only, inner, **options)
         o, final_state = stages.scan(
-            q, k, v, gc, P, AG, initial_state, beta, (P_low, AG_low), only,
-            None if only is None else (o, final_state), **scan, **packed,
-        )  # fmt: skip
+            q, k, v, gc, P, AG, initial_state, beta, (P_low, AG_low), only and only[0], made, **scan
+        )
     elif isinstance(stages, FusedStages) and "A" not in keep:
         o, final_state, P, AG = stages.chunk_fwd(
             q, k, v, beta, gc, initial_state, None if cp is None else enter, scale=scale,

@@ -13,14 +13,14 @@ def cancels(P: Tensor, AG: Tensor, beta: Tensor, heads: int) -> Tensor:
     """Which heads want their numbers of 16 bit in halves, where beta may be beyond 1.
 
     With R = (A * G) diag(beta) a chunk writes v_new = R W and reads P v_new. Each row of v_new is
-    rounded. Were the rows of W independent and of one length, the squares of both would add up to
+    rounded. Were the rows of W independent and of one length, the squares of the roundings that
+    are read, and of what is read, would be as
 
-        sum_j |P_j|^2 |R_j|^2   of the roundings, times 2^-18, and   |P R|^2   of what is read,
+        r = sum_j norm(P_j)^2 norm(R_j)^2 / norm(P R)^2
 
-    P_j the columns of P, R_j the rows of R. A head cancels if in some chunk the first is more than
-    1.15^2 times the second, or |R|^2 more than 1.1^2 times |beta|^2: what is read, or what the
-    state takes, is then small beside what is rounded. So it is where keys are alike, or nothing
-    fades and beta is near 2.
+    to 1, P_j the columns of P, R_j the rows of R. A head cancels if in some chunk r > 1.15^2, or
+    norm(R) > 1.1 norm(beta): what is read, or what the state takes, is small beside what is
+    rounded. So it is where keys are alike, or nothing fades and beta is near 2.
 
     Args:
         P, AG: [B, T, HV, C], P and A * G from intra_chunk. beta: [B, T, HV].
@@ -32,6 +32,7 @@ def cancels(P: Tensor, AG: Tensor, beta: Tensor, heads: int) -> Tensor:
     C, dtype = P.shape[-1], compute_dtype(P, AG, beta)
     P, AG, b = (to_chunks(x.to(dtype), C) for x in (P, AG, beta[..., None]))
     R = AG * b.mT
+    # eq:11-cancels   r = sum_j |P_j|^2 |R_j|^2 / |P R|^2
     rounded = (P.square().sum(-2) * R.square().sum(-1)).sum(-1)
     read = (P @ R).square().sum((-1, -2))
     written, own = R.square().sum((-1, -2)), b.square().sum((-1, -2))

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from linattn_edu.reference.delta.gate_cumsum import decay_matrix
 from linattn_edu.reference.delta.wy_bwd import last_tokens
-from linattn_edu.reference.fused.cancel import those
 from linattn_edu.reference.fused.gdn_scans import scans
 from linattn_edu.reference.tiles import (
     chosen,
@@ -133,6 +132,6 @@ def chunk_bwd(
     made = dq, dk, dv, dbeta, dgc, dh0
     if cancels is None:
         return made
-    only, others = those(cancels, k, chunk_size=AG.shape[-1]), chunk_bwd(*given, scale=scale)
+    others = chunk_bwd(*given, scale=scale)
     axes = 2, 2, 2, 2, 2, 1
-    return tuple(map(chosen, [only] * 6, made, others, axes))
+    return tuple(map(chosen, [-1 - cancels] * 6, made, others, axes))

@@ -26,7 +26,7 @@ def scan(
     initial_state: Tensor | None = None,
     beta: Tensor | None = None,
     low: tuple[Tensor, Tensor] | None = None,
-    only: tuple[Tensor, Tensor] | None = None,
+    ways: Tensor | None = None,
     made: tuple[Tensor, Tensor | None] | None = None,
     *,
     scale: float,
@@ -43,7 +43,8 @@ def scan(
         initial_state: [B, HV, K, V], zero if None.
         beta, low: with P and A * G of intra_halves, the second in the place of R: beta [B, T, HV],
             which is not in it, and the low halves of the two.
-        only, made: of `those`, the heads that cancel, with low; and o and the state of the others.
+        ways, made: [B, HV], -1 for heads whose results may be anything; or, with made, are those,
+            o and the state.
     Returns:
         o [B, T, HV, V] in q.dtype; the final state [B, HV, K, V] in fp32 (fp64 for fp64 input)
         or None.
@@ -78,7 +79,7 @@ def scan(
         S = torch.exp2(last)[..., None] * S + K[:, :, c].mT @ decayed
     o, S = from_chunks(torch.stack(o, 2), T).to(q.dtype), S if output_final_state else None
     if made is not None:
-        o, S = chosen(only, o, made[0]), chosen(only, S, made[1], 1)
+        o, S = chosen(ways, o, made[0]), chosen(ways, S, made[1], 1)
     return o, S
 
 

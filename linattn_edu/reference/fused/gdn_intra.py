@@ -82,5 +82,5 @@ def intra_halves(
     P, _, AG = intra_chunk(*wide, chunk_size=chunk_size, return_inverse=True, gated=True)
     (P, P_low), (AG, AG_low) = (halves(x, q.dtype) for x in (P, AG))
     if made is not None:
-        P, AG = (chosen(only, x, y) for x, y in zip((P, AG), made, strict=True))
+        P, AG = (chosen(only[0], x, y) for x, y in zip((P, AG), made, strict=True))
     return P, AG, P_low, AG_low
