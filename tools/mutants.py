@@ -128,6 +128,13 @@ MUTANTS = [
         "tests/fused/test_cancel.py -k packed",
     ),
     Mutant(
+        "chunks of no sequence are looked for among the heads",
+        f"{KERNELS}/fused/cancel.py",
+        "some = some & (i_n * HV < heads)",
+        "some = some & (i_n >= 0)",
+        "tests/fused/test_cancel.py -k room",
+    ),
+    Mutant(
         "programs take the chunks of all heads, listed or not",
         f"{KERNELS}/tiles.py",
         "pid = tl.where(some, item * G + pid % G, -1)",

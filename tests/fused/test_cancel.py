@@ -9,7 +9,7 @@ from linattn_edu import chunk_gated_delta_rule
 from linattn_edu.kernels.fused import cancel as kernels
 from linattn_edu.kernels.routes import forced
 from linattn_edu.kernels.rows import device_of
-from linattn_edu.packing import pack
+from linattn_edu.packing import pack, room
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.fused import cancel as references
 from linattn_edu.reference.fused.gdn_intra import intra_chunk
@@ -51,7 +51,7 @@ def parts(x, C):
 def test_kernels_match_reference(alike, T, C, HV, dtype, device):
     """cancels, and the heads and chunks that those names."""
     x = inputs(T, HV, 32, 16, dtype, device, alike=alike)
-    got, want = (room.cancels(*parts(x, C)) for room in (kernels, references))
+    got, want = (of.cancels(*parts(x, C)) for of in (kernels, references))
     assert got.dtype == torch.int32 and torch.equal(got, want)
     assert {(n, h) for n, h in got[:, :: HV // 2].nonzero().tolist()} == {*alike}
     assert torch.equal(got, got[:, :: HV // 2].repeat_interleave(HV // 2, 1))
@@ -72,9 +72,9 @@ def test_either_bound_is_enough(which, device):
     P, A = (one + below, one - 0.02 * below) if which == "what is read" else (one, one - below)
     P, A = (x[None, :, None].to(BF16) for x in (P, A))
     beta = torch.ones(1, 64, 1, device=device)
-    for room in (kernels, references):
-        assert room.cancels(P, A, beta, 1).item() == -1
-        assert room.cancels(P, one[None, :, None].to(BF16), beta, 1).item() == 0
+    for of in (kernels, references):
+        assert of.cancels(P, A, beta, 1).item() == -1
+        assert of.cancels(P, one[None, :, None].to(BF16), beta, 1).item() == 0
 
 
 def test_what_is_no_number_cancels(device):
@@ -111,6 +111,23 @@ def test_packed(device):
     assert got.tolist() == [[0, 0, -1, -1], [0] * 4, [-1] * 4]
     _, items = kernels.those(got, x["k"], chunk_size=64, packing=packing)
     assert items[: items[0] + 1].tolist() == [6, 1, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("ends", [[0, 70, 150], [0, 30, 40]])
+def test_packed_in_room_for_more(ends, device):
+    """Chunks of no sequence, of which a launch that knows no boundaries has some, are not listed,
+    whatever lies behind the heads.
+    """
+    x = inputs(150, 4, 32, 16, BF16, device, alike=((0, 1),))
+    x = {n: t[:1] for n, t in x.items()}
+    cu_seqlens = torch.tensor(ends, device=device)
+    chunks = room(cu_seqlens, 150, 64)
+    packing = pack(cu_seqlens, 64, tokens=150, chunk_indices=chunks)
+    memory = torch.full((64,), -1, dtype=torch.int32, device=device)
+    memory[:8] = torch.tensor([0, 0, -1, -1, 0, 0, 0, 0])
+    _, items = kernels.those(memory[:8].view(2, 4), x["k"], chunk_size=64, packing=packing)
+    used = chunks[:, 0].tolist().count(0)
+    assert len(chunks) > used and items[: items[0] + 1].tolist() == [used, 1, 3][: used + 1]
 
 
 # -- the operator --------------------------------------------------------------------------------

@@ -70,8 +70,10 @@ def those_kernel(
     n = 0
     for i in range(0, items, BR):
         i_n = sequence_of_chunk(tl.minimum(i + o, items - 1) // H, chunks_ptr, T, BT)
-        at = cancels_ptr + i_n * HV + (i + o) % H * (HV // H)
-        found = -tl.load(at, mask=i + o < items, other=0)
+        at, some = cancels_ptr + i_n * HV + (i + o) % H * (HV // H), i + o < items
+        if chunks_ptr is not None:
+            some = some & (i_n * HV < heads)  # chunks of packing.room are of no sequence
+        found = -tl.load(at, mask=some, other=0)
         tl.store(items_ptr + n + tl.cumsum(found, 0), i + o, mask=found > 0)
         n += tl.sum(found, 0)
     tl.store(items_ptr, n)
