@@ -210,6 +210,29 @@ def test_in_gluon(alike, HV, kernels, device, force):
         assert error < {"dbeta": 6.0, "dg": 8.0}.get(name, 3.0), name
 
 
+# pieces of 64 tokens, entered by their maps; or found forgotten in 64
+PIECES = {
+    "scan_map_kernel": {"pieces_by_maps": 64},
+    "bound_kernel": {"PROGRAMS": 0, "PER_PROGRAM": 32, "MULTIPROCESSORS": 1},
+}
+
+
+@pytest.mark.parametrize("by", PIECES)
+def test_in_pieces(by, device):
+    """Sequences that the scans of 16 bit cut, those of halves do not."""
+    held(device)
+    x = inputs(192, 2, 32, 32, BF16, device)
+    do, dht = cotangents(x)
+    with forced(**PIECES[by]), launches() as ran:
+        got = run(x, do, dht, **DECLARED)
+    names = {k.__name__ for k in ran}
+    assert {by, "cancels_kernel", "scan_transposed_kernel"} <= names
+    want = exact(x, do, dht)
+    for name, y in got.items():
+        error = relative_rms(y, want[name]) / relative_rms(want[name].to(BF16), want[name])
+        assert error < {"dbeta": 6.0, "dg": 8.0}.get(name, 3.0), name
+
+
 def test_forced_stages(device):
     """The same bits with scans that are launched together, and one after the other."""
     held(device)

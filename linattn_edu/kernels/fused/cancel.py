@@ -25,7 +25,7 @@ def sequence_of_chunk(i_c, chunks_ptr, T, BT: tl.constexpr):
 def cancels_kernel(
     P_ptr, AG_ptr,  # [B, T, HV, BT]
     beta_ptr,  # [B, T, HV]
-    cancels_ptr,  # [N, HV] int32, zeros; -1 is added where a head cancels
+    cancels_ptr,  # [N, HV] int32, zeros; out: -1 where a head cancels
     cu_ptr, chunks_ptr, T,  # of chunk_of
     G: tl.constexpr, HV: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip

@@ -51,10 +51,10 @@ HALVES = (
 
 @decision
 def gdn_halves(kind: Kind) -> Choice:
-    """Of Gated DeltaNet whose beta may be beyond 1: P and A * G in "halves" in both passes, or as
-    "one" number, with q, k and v in float32.
+    """Of Gated DeltaNet whose beta may be beyond 1: P and A * G in "halves" in both passes, of the
+    heads where numbers cancel, or as "one" number, with q, k and v in float32.
     """
-    return either(first(HALVES, kind), "one", "halves")
+    return either(first(HALVES, kind), "one", "halves", "where numbers cancel: Hopper, {dtype}")
 
 
 @decision

@@ -169,8 +169,8 @@ def chunk_gated_delta_rule(
     state and all gradients but that of g are within three roundings with unit keys, however alike;
     in bfloat16 nine, over 512 tokens fourteen, with one key, beta 2 and no decay, which forget
     nothing. The reference stages are so without being told. Halves are kept of the q/k heads of
-    each sequence where the numbers of some chunk cancel, which a kernel finds on the GPU: of heads
-    whose keys are unlike and whose gates fade next to none. The others are as without
+    each sequence where the numbers of some chunk cancel, which a kernel finds on the GPU: heads
+    whose keys are unlike and whose gates fade have none. The others are as without
     allow_neg_eigval, there within three roundings, too, but for the gradient of beta, within six.
     In float16 every value written, about ``2 |v|``, and every number of a state must stay below
     65504, as the kernels read copies of 16 bit of both: beyond it o, the state and gradients are
