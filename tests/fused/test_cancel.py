@@ -176,7 +176,8 @@ def test_no_head_cancels_where_errors_are_small(g, dtype, device):
     """
     held(device)
     x = inputs(192, 2, 128, 64, dtype, device, alike=())
-    x["g"] = g * 2 * torch.rand_like(x["g"])
+    drawn = torch.rand(x["g"].shape, generator=torch.Generator().manual_seed(0))
+    x["g"] = (g * 2 * drawn).to(device)
     assert not kernels.cancels(*parts(x, 64)).any()
     do, dht = cotangents(x)
     got, want = run(x, do, dht, **DECLARED), exact(x, do, dht)

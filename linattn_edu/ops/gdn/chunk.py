@@ -171,17 +171,17 @@ def chunk_gated_delta_rule(
     nothing. The reference stages are so without being told. Halves are kept of the q/k heads of
     each sequence where the numbers of some chunk cancel, which a kernel finds on the GPU: heads
     whose keys are unlike and whose gates fade have none. The others are as without
-    allow_neg_eigval, there within three roundings, too, but for the gradient of beta, within six.
-    In float16 every value written, about ``2 |v|``, and every number of a state must stay below
-    65504, as the kernels read copies of 16 bit of both: beyond it o, the state and gradients are
-    NaN or infinite from that chunk on, even where the right ones fit.
-    :func:`fused_recurrent_gated_delta_rule`, bfloat16 and float32 hold such states. And v of 1e-6
-    and less, with two or three bits left, is a quarter wrong: multiply such values, and the initial
-    state, by a power of two, and o and the state by its inverse. A decay between two tokens is the
-    difference of two sums of g over the chunk, in float32, and has about 1e-7 times the larger of
-    them as its relative error: 2e-5 after 32 tokens with ``g = -5``, up to 1e-3 after many that are
-    shut. A token whose decay is shut (``g`` below -104, a zero in float32) counts as -104, and its
-    g has the gradient 0.
+    allow_neg_eigval, there within three roundings, too, but for the gradient of beta, of which up
+    to seven were seen where that of the final state makes its last tokens large. In float16 every
+    value written, about ``2 |v|``, and every number of a state must stay below 65504, as the
+    kernels read copies of 16 bit of both: beyond it o, the state and gradients are NaN or infinite
+    from that chunk on, even where the right ones fit. :func:`fused_recurrent_gated_delta_rule`,
+    bfloat16 and float32 hold such states. And v of 1e-6 and less, with two or three bits left, is a
+    quarter wrong: multiply such values, and the initial state, by a power of two, and o and the
+    state by its inverse. A decay between two tokens is the difference of two sums of g over the
+    chunk, in float32, and has about 1e-7 times the larger of them as its relative error: 2e-5 after
+    32 tokens with ``g = -5``, up to 1e-3 after many that are shut. A token whose decay is shut
+    (``g`` below -104, a zero in float32) counts as -104, and its g has the gradient 0.
 
     Memory: between the passes it keeps its inputs and, of each token and head, chunk_size numbers
     of q's dtype, twice as many where both passes run in fused kernels (16 bit, Hopper and later, K
