@@ -83,6 +83,14 @@ class Pieces:
         edge = self.chains[1:] - 1 if last else self.chains[:-1]
         return placed.index_copy_(0, edge, states)
 
+    def spread(self, x: Tensor | None) -> Tensor | None:
+        """[N, ...]: of every piece what x [batch, ...] says of its sequence."""
+        if x is None or not self.several:
+            return x
+        if self.chains is None:
+            return x.repeat_interleave(self.N // self.batch, 0)
+        return x[self.sequence.clamp(max=self.batch - 1)]  # batch: there is no such piece
+
     def last(self, states: Tensor | None) -> Tensor | None:
         """Of states [N, ...] those of the last piece of every sequence."""
         if states is None or not self.several:

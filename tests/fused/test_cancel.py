@@ -55,11 +55,23 @@ def test_kernels_match_reference(alike, T, C, HV, dtype, device):
     assert got.dtype == torch.int32 and torch.equal(got, want)
     assert {(n, h) for n, h in got[:, :: HV // 2].nonzero().tolist()} == {*alike}
     assert torch.equal(got, got[:, :: HV // 2].repeat_interleave(HV // 2, 1))
-    ways, items = kernels.those(got, x["k"], chunk_size=C)
-    other, listed = references.those(want, x["k"], chunk_size=C)
+    ways, *lists = kernels.those(got, x["k"], chunk_size=C)
+    other, *wanted = references.those(want, x["k"], chunk_size=C)
     assert torch.equal(ways, other) and torch.equal(ways == 0, got == -1)
-    assert torch.equal(items[: len(listed)], listed)
-    assert items[0] == len(listed) - 1 == len(alike) * -(-T // C)
+    for items, listed, heads in zip(lists, wanted, (len(alike), 4 - len(alike)), strict=True):
+        assert torch.equal(items[: len(listed)], listed)
+        assert items[0] == len(listed) - 1 == heads * -(-T // C)
+
+
+@pytest.mark.parametrize("T", [64, 150])
+def test_an_erase_gate_in_the_place_of_beta(T, device):
+    """A has it: as with a beta of 1, but behind the last token."""
+    x = inputs(T, 2, 32, 16, BF16, device)
+    P, AG, beta, _ = parts(x, 64)
+    for of in (kernels, references):
+        ones = of.cancels(P, AG, torch.ones_like(beta), 2)
+        assert torch.equal(of.cancels(P, AG, None, 2), ones)
+        assert ones.tolist() == [[0, 0], [0, -1]]
 
 
 @pytest.mark.parametrize("which", ["what is read", "what the state takes"])
@@ -109,8 +121,9 @@ def test_packed(device):
     first, second = (kernels.cancels(*y)[0] for y in each)
     assert got.tolist() == [first.tolist(), [0] * 4, second.tolist()]
     assert got.tolist() == [[0, 0, -1, -1], [0] * 4, [-1] * 4]
-    _, items = kernels.those(got, x["k"], chunk_size=64, packing=packing)
+    _, items, others = kernels.those(got, x["k"], chunk_size=64, packing=packing)
     assert items[: items[0] + 1].tolist() == [6, 1, 3, 4, 5, 6, 7]
+    assert others[: others[0] + 1].tolist() == [2, 0, 2]
 
 
 @pytest.mark.parametrize("ends", [[0, 70, 150], [0, 30, 40]])
@@ -125,9 +138,12 @@ def test_packed_in_room_for_more(ends, device):
     packing = pack(cu_seqlens, 64, tokens=150, chunk_indices=chunks)
     memory = torch.full((64,), -1, dtype=torch.int32, device=device)
     memory[:8] = torch.tensor([0, 0, -1, -1, 0, 0, 0, 0])
-    _, items = kernels.those(memory[:8].view(2, 4), x["k"], chunk_size=64, packing=packing)
+    ways = memory[:8].view(2, 4)
+    _, items, others = kernels.those(ways, x["k"], chunk_size=64, packing=packing)
     used = chunks[:, 0].tolist().count(0)
     assert len(chunks) > used and items[: items[0] + 1].tolist() == [used, 1, 3][: used + 1]
+    rest = [0, 2, 4, 5, 6, 7] if used == 2 else [0, 2, 3]
+    assert others[: others[0] + 1].tolist() == [len(rest), *rest]
 
 
 # -- the operator --------------------------------------------------------------------------------

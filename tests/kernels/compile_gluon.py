@@ -53,9 +53,10 @@ from linattn_edu.kernels.routes import by_load, limits
 
 HEAD = 128
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
-WHOLE = "warmup_ptr", "forth_ptr", "back_ptr", "cu_ptr", "offsets_ptr"  # None: whole sequences
+# None: whole sequences, of all heads
+WHOLE = "warmup_ptr", "forth_ptr", "back_ptr", "ways_ptr", "cu_ptr", "offsets_ptr"
 POINTERS = dict.fromkeys(("cu", "offsets", "chunks"), "*i64") | {"near": "*i8", "done": "*fp32"}
-POINTERS |= dict.fromkeys(("warmup", "forth", "back", "go", "items"), "*i32")
+POINTERS |= dict.fromkeys(("warmup", "forth", "back", "ways", "go", "items"), "*i32")
 LEVEL = ["--regAllocOptLevel=2"] if THIS >= (3, 7) else []  # which Triton gives to ptxas
 SCALARS = {"scale": "fp32"}  # the others are numbers of tokens, sequences or chunks
 
@@ -130,13 +131,15 @@ def kda_scan_forms(write=False):
     tiles, forth, back = ({n: {"STAGES": x[n]} for n in x} for x in of)
 
     def form(kernel, *args, absent=(), **options):
+        some = {} if "ways_ptr" in absent or not absent else {"some": True}
         absent = *absent, *(("beta_ptr", "dv_desc") if write else ("write_desc",))
         row, *rest = scan(kernel, *args, absent=absent, **options)
-        return row | {"write": write}, *rest
+        return row | {"write": write} | some, *rest
 
-    kernel, absent = kda_scan.kda_scan_gluon_kernel, ("h0_ptr", "ht_ptr", "cu_ptr")
-    yield form(kernel, tiles[1], one, absent=absent)
+    kernel, absent = kda_scan.kda_scan_gluon_kernel, ("h0_ptr", "cu_ptr")
+    yield form(kernel, tiles[1], one, absent=(*absent, "ht_ptr", "ways_ptr"))
     yield form(kernel, tiles[1], one, "fp16")
+    yield form(kernel, tiles[2], two, absent=(*absent, "ht_ptr", "ways_ptr"), workers=2)
     yield form(kernel, tiles[2], two, absent=absent, workers=2)
     kernel = kda_scans.kda_scan_states_gluon_kernel
     yield form(kernel, forth[1], one, "fp16")
@@ -144,9 +147,12 @@ def kda_scan_forms(write=False):
     kernel = kda_scans.kda_scan_bwd_gluon_kernel
     yield form(kernel, back[1], one, "fp16")
     yield form(kernel, back[2], two, absent=("dht_ptr", *WHOLE), workers=2)
+    some = "cu_ptr", "offsets_ptr"
+    yield form(kernel, back[2], two, absent=("dht_ptr", *some), workers=2)
     tiles = forth[1] | {"STAGES_BACK": kda_scans.STAGES_BACK[1]}
     absent = "h0_ptr", "dht_ptr", *WHOLE
-    yield form(kda_scans.kda_scans_gluon_kernel, tiles, one, absent=absent)
+    for without in (absent, ("h0_ptr", "dht_ptr", *some)):
+        yield form(kda_scans.kda_scans_gluon_kernel, tiles, one, absent=without)
 
 
 def intra_bwd_forms():
@@ -179,15 +185,18 @@ def intra_bwd_forms():
     gates = "gc", "dgc", "beta", "dgl", "dbeta"
     columns |= dict.fromkeys(("erase", "derase"), HEAD // 2)
     of_values = ["write_desc", "dv_desc", "dwrite_desc"]
-    for write, halves in ((False, False), (True, False), (False, True)):
+    every = (False, False), (True, False), (False, True)
+    for (write, halves), some in ((x, s) for x in every for s in (False, True)):
         absent = ["beta_ptr", "dbeta_ptr"] if write else ["erase_desc", "derase_desc", *of_values]
+        absent += [] if some else ["items_ptr"]
         source = source_of(
             kernel, size | {"HV": 4}, "bf16", columns, [*absent, "v_desc" if halves else "v_ptr"],
             ("h", "dh"), "*bf16", (*gates, "dP", "dL") if halves else gates,
             dict.fromkeys(("v", "write", "dv", "dwrite") if write else (), CHUNK // 4),
         )  # fmt: skip
         form = {"kernel": kernel.__name__, "dtype": "bf16", "G": 1, "write": write}
-        yield form | ({"halves": True} if halves else {}), source, kda_intra_bwd.OPTIONS
+        form |= ({"halves": True} if halves else {}) | ({"listed": True} if some else {})
+        yield form, source, kda_intra_bwd.OPTIONS
 
 
 def intra_forms():

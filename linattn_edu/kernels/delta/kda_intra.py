@@ -17,6 +17,7 @@ from linattn_edu.kernels.tiles import (
     chunk_of,
     dot_as,
     gated,
+    listed,
     load_gates,
     load_row,
     load_tile,
@@ -88,6 +89,7 @@ def kda_scores_kernel(
     kd_ptr,  # [B, T, HV, K] out, or None
     kg_ptr,  # [B, T, HV, K] out, with kd
     qg_ptr,  # [B, T, HV, K] out, with kd
+    items_ptr,  # of listed
     cu_ptr, chunks_ptr, T,  # of chunk_of
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr,
@@ -100,8 +102,11 @@ def kda_scores_kernel(
     """
     NB: tl.constexpr = BT // 16
     NK: tl.constexpr = (K + BK - 1) // BK
-    b = tl.program_id(0) % NB
-    i_h, _, first, n_t = chunk_of(tl.program_id(0) // NB, cu_ptr, chunks_ptr, T, HV, BT)
+    pid = listed(tl.program_id(0), items_ptr, NB)
+    if pid < 0:
+        return
+    b = pid % NB
+    i_h, _, first, n_t = chunk_of(pid // NB, cu_ptr, chunks_ptr, T, HV, BT)
     if b * 16 >= n_t:
         return
     q_ptr += (first * H + i_h // (HV // H)) * K
@@ -196,6 +201,7 @@ def load_blocks(L_ptr, S: tl.constexpr, N: tl.constexpr, BELOW: tl.constexpr, st
 def kda_inverse_kernel(
     L_ptr,  # [B, T, HV, BT] fp32, as kda_scores_kernel leaves it
     A_ptr,  # [B, T, HV, BT] out
+    items_ptr,  # of listed
     cu_ptr, chunks_ptr, T,  # of chunk_of
     HV: tl.constexpr,
     BT: tl.constexpr, PRECISION: tl.constexpr,
@@ -204,7 +210,10 @@ def kda_inverse_kernel(
 
     Reference: linattn_edu.reference.delta.kda_intra.
     """
-    i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
+    pid = listed(tl.program_id(0), items_ptr, 1)
+    if pid < 0:
+        return
+    i_h, _, first, n_t = chunk_of(pid, cu_ptr, chunks_ptr, T, HV, BT)
     L_ptr += (first * HV + i_h) * BT
     A_ptr += (first * HV + i_h) * BT
     # eq:kda-inverse   A = (I + L)^-1
@@ -246,14 +255,18 @@ def kda_intra(
     lower_bound: float | None = None,
     packing: Packing | None = None,
     precision: str = "tf32x3",
+    items: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch both kernels; arguments and result as in the reference."""
-    return launch_intra((q, k, beta, gc), None, chunk_size, lower_bound, packing, precision)
+    """Launch both kernels; arguments and result as in the reference; items: of `listed`, or None:
+    all.
+    """
+    return launch_intra((q, k, beta, gc), None, chunk_size, lower_bound, packing, precision, items)
 
 
 def launch_intra(
     given: tuple[Tensor, ...], rows: tuple[Tensor, ...] | None, chunk_size: int,
     lower_bound: float | None, packing: Packing | None, precision: str = "tf32x3",
+    items: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch both kernels on q, k, beta and gc; return P and A.
 
@@ -271,11 +284,11 @@ def launch_intra(
         config = of_generation(GATED_CONFIGS, device_of(k)[0]).get(k.element_size(), config)
     NT, *chunks = chunk_args(k, chunk_size, packing)
     kda_scores_kernel[(NT * HV * (chunk_size // 16),)](
-        q, k, *strength(beta), gc, P, L, *(rows or (None,) * 3), *chunks, T, H, HV, K,
+        q, k, *strength(beta), gc, P, L, *(rows or (None,) * 3), items, *chunks, T, H, HV, K,
         BT=chunk_size, HALVE=halving(k.dtype, lower_bound), PRECISION=precision, **config.launch(K),
     )  # fmt: skip
     precision = merge_precision(A.dtype)
     kda_inverse_kernel[(NT * HV,)](
-        L, A, *chunks, T, HV, BT=chunk_size, PRECISION=precision, num_warps=1
+        L, A, items, *chunks, T, HV, BT=chunk_size, PRECISION=precision, num_warps=1
     )
     return P, A

@@ -27,6 +27,7 @@ from linattn_edu.kernels.tiles import (
     gated,
     in_halves,
     joined,
+    listed,
     load_gates,
     load_row,
     load_tile,
@@ -120,6 +121,7 @@ def kda_intra_bwd_near_kernel(
     dbeta_ptr,  # [B, T, HV] added to; with erase [B, T, HV, K] out
     dgc_ptr,  # [B, T, HV, K] out
     near_ptr,  # [B, NT, HV, NG] out: whether the channels of a group are near
+    items_ptr,  # of listed
     cu_ptr, chunks_ptr, T,  # of chunk_of
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr,
@@ -133,7 +135,10 @@ def kda_intra_bwd_near_kernel(
 
     Reference: linattn_edu.reference.delta.kda_intra_bwd.
     """
-    i_h, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
+    pid = listed(tl.program_id(0), items_ptr, 1)
+    if pid < 0:
+        return
+    i_h, i_c, first, n_t = chunk_of(pid, cu_ptr, chunks_ptr, T, HV, BT)
     i = first * HV + i_h
     q_ptr += (first * H + i_h // (HV // H)) * K
     k_ptr += (first * H + i_h // (HV // H)) * K
@@ -200,6 +205,7 @@ def kda_intra_bwd_kernel(
     q_ptr, k_ptr, beta_ptr, erase_ptr, gc_ptr, dP_ptr, dL_ptr, dqg_ptr, dkb_ptr, dkg_ptr, dgl_ptr,
     dq_ptr, dk_ptr, dbeta_ptr, dgc_ptr,  # as of kda_intra_bwd_near_kernel; dP in 16 bit too
     near_ptr,  # [B, NT, HV, NG], or None: nothing is done yet
+    items_ptr,  # of listed
     cu_ptr, chunks_ptr, T,  # of chunk_of
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr,
@@ -213,8 +219,11 @@ def kda_intra_bwd_kernel(
     Reference: linattn_edu.reference.delta.kda_intra_bwd.
     """
     NB: tl.constexpr = BT // 16
-    b = tl.program_id(0) % NB
-    i_h, i_c, first, n_t = chunk_of(tl.program_id(0) // NB, cu_ptr, chunks_ptr, T, HV, BT)
+    pid = listed(tl.program_id(0), items_ptr, NB)
+    if pid < 0:
+        return
+    b = pid % NB
+    i_h, i_c, first, n_t = chunk_of(pid // NB, cu_ptr, chunks_ptr, T, HV, BT)
     if b * 16 >= n_t:
         return
     i = first * HV + i_h
@@ -416,43 +425,55 @@ def kda_intra_bwd(
     """Launch both kernels; arguments and result as in the reference, but dbeta is added to in
     place.
     """
+    dq, dk = (torch.empty_like(dqg, dtype=shared_dtype(q, dP.shape[2])) for _ in range(2))
+    dgc, dbeta = torch.empty_like(gc), torch.empty_like(beta) if dbeta is None else dbeta
+    tensors = q, k, beta, gc, dP, dL, dqg, dkb, dkg, dgl, dq, dk, dbeta, dgc
+    launch_intra_bwd(tensors, packing, precision, None)
+    return *of_key_heads(dq, dk, q), dbeta, dgc
+
+
+def of_key_heads(dq: Tensor, dk: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients [B, T, HV, K] of q and k, summed where value heads share one."""
+    H = q.shape[2]
+    if dq.shape[2] == H:
+        return dq, dk
+    return tuple(x.unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))
+
+
+def launch_intra_bwd(
+    tensors: tuple[Tensor, ...], packing: Packing | None, precision: str, items: Tensor | None
+) -> None:
+    """Launch both kernels on the tensors of kda_intra_bwd_near_kernel; items: of `listed`, or None:
+    all.
+    """
+    q, k, beta, _, dP, *_ = tensors
     _, T, H, K = k.shape
     HV, chunk_size = dP.shape[2:]
-    dq, dk = (torch.empty_like(dqg, dtype=shared_dtype(q, HV)) for _ in range(2))
-    dgc = torch.empty_like(gc)
     NT, *chunks = chunk_args(k, chunk_size, packing)
-    dbeta = torch.empty_like(beta) if dbeta is None else dbeta
-    tensors = gc, dP, dL, dqg, dkb, dkg, dgl, dq, dk, dbeta, dgc
-    sizes = *chunks, T, H, HV, K
-    near = None
+    sizes, near = (*chunks, T, H, HV, K), None
     fine = precision == "halves"
     if by_kind.kda_near(kind_of(q, HV, 0, chunk_size, packing), fine).takes == "anchored":
         config = NEAR_FINE if fine else of_generation(NEAR_CONFIGS, device_of(k)[0])[k.dtype]
         near = k.new_empty(NT * HV, cdiv(K, GROUP.value), dtype=torch.int8)
         kda_intra_bwd_near_kernel[(NT * HV,)](
-            q, k, *strength(beta), *tensors, near, *sizes, BT=chunk_size,
+            q, k, *strength(beta), *tensors[3:], near, items, *sizes, BT=chunk_size,
             BN=max(block(K), GROUP.value), FINE=fine, **config.launch(K),
         )  # fmt: skip
-    return launch_pairs(
-        (q, k, beta, *tensors), near, packing, chunk_size, chunk_size, False, precision
-    )
+    launch_pairs(tensors, near, packing, chunk_size, chunk_size, False, precision, items)
 
 
 def launch_pairs(
     tensors: tuple, near: Tensor | None, packing: Packing | None, C: int, width: int, summed: bool,
-    precision: str = "tf32x3",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Launch kda_intra_bwd_kernel on its tensors; return dq and dk of key heads, dbeta and dgc."""
-    q, k, beta, *others, dq, dk, dbeta, dgc = tensors
-    (T, H, K), HV = k.shape[1:], dgc.shape[2]
+    precision: str, items: Tensor | None,
+) -> None:  # fmt: skip
+    """Launch kda_intra_bwd_kernel on its tensors; items: of `listed`, or None: all."""
+    q, k, beta, *others = tensors
+    (T, H, K), HV = k.shape[1:], others[-1].shape[2]
     NT, *chunks = chunk_args(k, C, packing)
     config = (FINE if precision == "halves" else entry(CONFIGS, k)).launch(K)
     if K % 16 and beta.ndim == 4:  # rows that are not aligned take more registers
         config = config | {"BK": min(config["BK"], 32)}
     kda_intra_bwd_kernel[(NT * HV * (C // 16),)](
-        q, k, *strength(beta), *others, dq, dk, dbeta, dgc, near, *chunks, T, H, HV, K, BT=C,
+        q, k, *strength(beta), *others, near, items, *chunks, T, H, HV, K, BT=C,
         HALVE=halving(k.dtype), PW=width, SUMMED=summed, PRECISION=precision, **config,
     )  # fmt: skip
-    if H < HV:
-        dq, dk = (x.unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))
-    return dq, dk, dbeta, dgc

@@ -24,7 +24,7 @@ def sequence_of_chunk(i_c, chunks_ptr, T, BT: tl.constexpr):
 @triton.jit(do_not_specialize=["T"])
 def cancels_kernel(
     P_ptr, AG_ptr,  # [B, T, HV, BT]
-    beta_ptr,  # [B, T, HV]
+    beta_ptr,  # [B, T, HV], or None: 1
     cancels_ptr,  # [N, HV] int32, zeros; out: -1 where a head cancels
     cu_ptr, chunks_ptr, T,  # of chunk_of
     G: tl.constexpr, HV: tl.constexpr, BT: tl.constexpr,
@@ -37,8 +37,10 @@ def cancels_kernel(
     i, o_t = first * HV + i_h, tl.arange(0, BT)
     b_P = load_tile(P_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT)  # [BT, BT]
     b_R = load_tile(AG_ptr + i * BT, o_t, o_t, HV * BT, n_t, BT).to(tl.float32)
-    b_beta = load_row(beta_ptr + i, o_t, HV, n_t)
-    b_R *= b_beta[None, :]
+    b_beta = tl.where(o_t < n_t, 1.0, 0.0)
+    if beta_ptr is not None:
+        b_beta = load_row(beta_ptr + i, o_t, HV, n_t)
+        b_R *= b_beta[None, :]
     # eq:11-cancels   r = sum_j |P_j|^2 |R_j|^2 / |P R|^2
     b_PR = dot(b_P, cast(b_R, b_P.dtype))
     b_P = b_P.to(tl.float32)
@@ -56,7 +58,7 @@ def cancels_kernel(
 def those_kernel(
     cancels_ptr,  # [N, HV] int32
     ways_ptr,  # [N, HV] int32 out
-    items_ptr,  # [1 + NT * H] int32 out
+    items_ptr, others_ptr,  # [1 + NT * H] int32 out
     chunks_ptr, T,  # of chunk_of
     items,  # NT * H
     heads,  # N * HV
@@ -67,7 +69,7 @@ def those_kernel(
     for i in range(0, heads, BR):
         found = tl.load(cancels_ptr + i + o, mask=i + o < heads, other=0)
         tl.store(ways_ptr + i + o, -1 - found, mask=i + o < heads)
-    n = 0
+    n, n_others = 0, 0
     for i in range(0, items, BR):
         i_n = sequence_of_chunk(tl.minimum(i + o, items - 1) // H, chunks_ptr, T, BT)
         at, some = cancels_ptr + i_n * HV + (i + o) % H * (HV // H), i + o < items
@@ -76,14 +78,18 @@ def those_kernel(
         found = -tl.load(at, mask=some, other=0)
         tl.store(items_ptr + n + tl.cumsum(found, 0), i + o, mask=found > 0)
         n += tl.sum(found, 0)
+        found = some.to(tl.int32) - found
+        tl.store(others_ptr + n_others + tl.cumsum(found, 0), i + o, mask=found > 0)
+        n_others += tl.sum(found, 0)
     tl.store(items_ptr, n)
+    tl.store(others_ptr, n_others)
 
 
 def cancels(
-    P: Tensor, AG: Tensor, beta: Tensor, heads: int, *, packing: Packing | None = None
+    P: Tensor, AG: Tensor, beta: Tensor | None, heads: int, *, packing: Packing | None = None
 ) -> Tensor:
     """Launch cancels_kernel; arguments and result as in the reference."""
-    (T, HV), C = beta.shape[1:], P.shape[-1]
+    T, HV, C = P.shape[1:]
     NT, *chunks = chunk_args(P, C, packing)
     found = torch.zeros(sequence_args(P, packing)[0], HV, dtype=torch.int32, device=P.device)
     cancels_kernel[(NT * HV,)](P, AG, beta, found, *chunks, T, HV // heads, HV, C, num_warps=1)
@@ -92,13 +98,13 @@ def cancels(
 
 def those(
     cancels: Tensor, k: Tensor, *, chunk_size: int, packing: Packing | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Launch those_kernel; arguments and result as in the reference."""
     T, H = k.shape[1:3]
     NT, _, chunks = chunk_args(k, chunk_size, packing)
-    ways, items = torch.empty_like(cancels), cancels.new_empty(1 + NT * H)
+    ways, (items, others) = torch.empty_like(cancels), cancels.new_empty(2, 1 + NT * H)
     those_kernel[(1,)](
-        cancels, ways, items, chunks, T, NT * H, cancels.numel(), H, cancels.shape[1], chunk_size,
-        BR=1024, num_warps=8,
+        cancels, ways, items, others, chunks, T, NT * H, cancels.numel(), H, cancels.shape[1],
+        chunk_size, BR=1024, num_warps=8,
     )  # fmt: skip
-    return ways, items
+    return ways, items, others

@@ -11,7 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.gate_bwd import launch_gate_bwd
-from linattn_edu.kernels.delta.kda_intra_bwd import GROUP, kda_intra_bwd, launch_pairs
+from linattn_edu.kernels.delta.kda_intra_bwd import (
+    GROUP,
+    launch_intra_bwd,
+    launch_pairs,
+    of_key_heads,
+)
 from linattn_edu.kernels.gluon.kernels import kda_intra_bwd as kda_intra_bwd_gluon
 from linattn_edu.kernels.routes import by_kind, kind_of
 from linattn_edu.kernels.rows import chunk_args, shared_dtype, strength
@@ -23,6 +28,7 @@ from linattn_edu.kernels.tiles import (
     dot_halves,
     gated,
     joined,
+    listed,
     load_halves,
     load_tile,
     store_tile,
@@ -42,6 +48,7 @@ def kda_outer_bwd_kernel(
     dbeta_ptr, written_ptr,  # [B, T, HV] out, without write
     dv_ptr, dwrite_ptr,  # [B, T, HV, V] out, with write
     scale,
+    items_ptr,  # of listed
     cu_ptr, chunks_ptr, T,  # of chunk_of
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FINE: tl.constexpr,
@@ -50,7 +57,10 @@ def kda_outer_bwd_kernel(
 
     Reference: linattn_edu.reference.fused.kda_bwd.kda_outer_bwd.
     """
-    i_h, i_c, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
+    pid = listed(tl.program_id(0), items_ptr, 1)
+    if pid < 0:
+        return
+    i_h, i_c, first, n_t = chunk_of(pid, cu_ptr, chunks_ptr, T, HV, BT)
     i, i_S = first * HV + i_h, (i_c * HV + i_h) * K * V
     o_t, o_v = tl.arange(0, BT), tl.arange(0, BV)
     b_do = load_tile(do_ptr + i * V, o_t, o_v, HV * V, n_t, V)  # [BT, BV]
@@ -109,20 +119,34 @@ def kda_outer_bwd(
     """Launch kda_outer_bwd_kernel; arguments and result as in the reference; fine: v_new and Z are
     in halves, as of kda_fused_scans, and dL is in fp32.
     """
-    B, T, HV, V = v.shape
-    K = h.shape[3]
+    sums = tuple(
+        v.new_empty(v.shape[:3], dtype=torch.float32) if write is None else None for _ in range(2)
+    )
+    gates = tuple(None if write is None else torch.empty_like(x) for x in (v, write))
+    given = v, h, v_new, do, dh, Z, write
+    made = _launch_outer(given, (*sums, *gates), scale, chunk_size, packing, fine, None)
+    return *made, *(sums if write is None else (None, *gates))
+
+
+def _launch_outer(
+    given: tuple[Tensor | None, ...], out: tuple[Tensor | None, ...], scale: float,
+    chunk_size: int, packing: Packing | None, fine: bool, items: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Write rowsum(Z * V) and rowsum(Z * v_new), or dv and the gradient of write; return the rest
+    of what kda_outer_bwd makes. items: of `listed`, or None: all.
+    """
+    v, h, v_new, do, dh, Z, write = given
+    (B, T, HV, V), K = v.shape, h.shape[3]
     new = partial(v.new_empty, dtype=torch.float32)
     dP = new(B, T, HV, chunk_size)
     dL = torch.empty_like(dP, dtype=None if fine else v.dtype)
     rows, dgl = tuple(new(B, T, HV, K) for _ in range(3)), new(*h.shape[:4])
-    sums = tuple(new(B, T, HV) if write is None else None for _ in range(2))
-    gates = tuple(None if write is None else torch.empty_like(x) for x in (v, write))
     NT, *chunks = chunk_args(v, chunk_size, packing)
     kda_outer_bwd_kernel[(NT * HV,)](
-        v, do, write, h, dh, v_new, Z, dP, dL, *rows, dgl, *sums, *gates, scale, *chunks, T,
+        v, do, write, h, dh, v_new, Z, dP, dL, *rows, dgl, *out, scale, items, *chunks, T,
         HV, K, V, BT=chunk_size, BV=block(V), FINE=fine, **OUTER_OPTIONS,
     )  # fmt: skip
-    return dP, dL, *rows, dgl, *(sums if write is None else (None, *gates))
+    return dP, dL, *rows, dgl
 
 
 def kda_fused_intra_bwd(
@@ -134,46 +158,70 @@ def kda_fused_intra_bwd(
     else kda_outer_bwd and kda_intra_bwd; arguments and result as in the reference, but that Z may
     be overwritten; fine: v_new and Z are in halves, as of kda_fused_scans.
     """
-    given = q, k, v, beta, gc, h, v_new, do, dh, Z, write
-    return _launch(given, scale, chunk_size, packing, False, fine)[0]
+    given, out = (q, k, v, beta, gc, h, v_new, do, dh, Z, write), gradients(q, v, beta, gc, write)
+    launch_left(given, out, None, scale, chunk_size, packing, fine, None)
+    return of_chunks(out, q)
 
 
-def _launch(
-    given: tuple[Tensor, ...], scale: float, chunk_size: int, packing: Packing | None,
-    summed: bool, fine: bool,
-) -> tuple[tuple[Tensor, ...], Tensor | None]:  # fmt: skip
-    """What kda_fused_intra_bwd returns; and, where dgc of near channels is dg already, near.
+def gradients(
+    q: Tensor, v: Tensor, beta: Tensor, gc: Tensor, write: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Room for dq and dk of each value head, dbeta, dgc, and with write dv and its gradient."""
+    dq, dk = (torch.empty_like(gc, dtype=shared_dtype(q, gc.shape[2])) for _ in range(2))
+    dbeta = torch.empty_like(beta, dtype=torch.float32 if write is None else None)
+    gates = (None if write is None else torch.empty_like(x) for x in (v, write))
+    return dq, dk, dbeta, torch.empty_like(gc), *gates
 
-    summed: whether that may be so.
+
+def of_chunks(out: tuple[Tensor | None, ...], q: Tensor) -> tuple[Tensor, ...]:
+    """What kda_fused_intra_bwd returns, from `gradients`."""
+    dq, dk, dbeta, dgc, *gates = out
+    return *of_key_heads(dq, dk, q), dbeta, dgc, *(x for x in gates if x is not None)
+
+
+def launch_left(
+    given: tuple[Tensor | None, ...], out: tuple[Tensor | None, ...], near: Tensor | None,
+    scale: float, chunk_size: int, packing: Packing | None, fine: bool, items: Tensor | None,
+) -> bool:  # fmt: skip
+    """Write `gradients` from the tensors that kda_fused_intra_bwd is given; say whether in Gluon.
+
+    near: where it says then of which channels dgc is dg already, or None: it never is. items: of
+    `listed`, or None: all.
     """
     q, k, v, beta, gc, h, v_new, do, dh, Z, write = given
-    (B, T, HV, V), K = v.shape, k.shape[3]
-    own, erase = strength(beta)
+    dq, dk, dbeta, dgc, dv, dwrite = out
+    (_, _, HV, V), own, erase = v.shape, *strength(beta)
     kind = kind_of(q, HV, V, chunk_size, packing, (q, k, v, gc, h, v_new, do, dh, Z))
     gates = () if write is None else (erase.dtype, write.dtype)
     precision = "halves" if fine else "tf32x3"
     if by_kind.kda_fused_intra_bwd(kind, fine, *gates).takes == "gluon":
-        dq, dk = (v.new_empty(B, T, HV, K, dtype=shared_dtype(q, HV)) for _ in range(2))
-        dbeta = torch.empty_like(beta, dtype=torch.float32 if write is None else None)
-        dv, dwrite = (None if write is None else torch.empty_like(x) for x in (v, write))
-        dgc, dgl = torch.empty_like(gc), v.new_empty(*h.shape[:4], dtype=torch.float32)
-        near = k.new_empty(dgl.shape[:3].numel(), cdiv(K, GROUP.value), dtype=torch.int8)
+        said, summed = near_of(k, h) if near is None else near, near is not None
+        dgl = v.new_empty(*h.shape[:4], dtype=torch.float32)
         tensors = q, k, v, own, erase, gc, h, v_new, do, dh, Z, write
-        out = dgl, dq, dk, dbeta, dgc, dv, dwrite
+        made = dgl, dq, dk, dbeta, dgc, dv, dwrite
         # a chunk's Z is read before dP and dL are written
         dP = Z.view(torch.float32) if fine else Z
         inner = dP, dP[..., chunk_size:]
-        if kda_intra_bwd_gluon.kda_intra_bwd_gluon(tensors, out, near, inner, scale, summed, fine):
+        options = scale, summed, fine, items
+        if kda_intra_bwd_gluon.kda_intra_bwd_gluon(tensors, made, said, inner, *options):
             tensors = q, k, beta, gc, *inner, dq, dk, dgc, dgl, dq, dk, dbeta, dgc
-            found = launch_pairs(tensors, near, packing, chunk_size, V, True, precision)
-            return found if write is None else (*found, dv, dwrite), near if summed else None
-    options = {"scale": scale, "chunk_size": chunk_size, "packing": packing, "fine": fine}
-    outer = kda_outer_bwd(v, h, v_new, do, dh, Z, write, **options)
-    options = {"packing": packing, "precision": precision}
-    dq, dk, dbeta, dgc = kda_intra_bwd(q, k, beta, gc, *outer[:7], **options)
+            launch_pairs(tensors, said, packing, chunk_size, V, True, precision, items)
+            return True
+    sums = None, None
+    if write is None:
+        sums = dbeta, (torch.zeros_like if fine else torch.empty_like)(dbeta)
+    rows = v, h, v_new, do, dh, Z, write
+    outer = _launch_outer(rows, (*sums, dv, dwrite), scale, chunk_size, packing, fine, items)
+    launch_intra_bwd((q, k, beta, gc, *outer, *out[:4]), packing, precision, items)
     if fine and write is None:  # beta dbeta = rowsum(Z * v_new), without the states' rounding
-        dbeta = torch.where(beta > 0.5, outer[7] / beta, dbeta)
-    return (dq, dk, dbeta, dgc, *(() if write is None else outer[7:])), None
+        some = (beta > 0.5) & (sums[1] != 0)  # 0 of what is not listed
+        dbeta.copy_(torch.where(some, sums[1] / beta, dbeta))
+    return False
+
+
+def near_of(k: Tensor, h: Tensor) -> Tensor:
+    """Room for what is near: [B * NT * HV, groups of channels], where h is [B, NT, HV, K, V]."""
+    return k.new_empty(h.shape[:3].numel(), cdiv(k.shape[-1], GROUP.value), dtype=torch.int8)
 
 
 def kda_intra_gate_bwd(
@@ -186,9 +234,11 @@ def kda_intra_gate_bwd(
     itself, and gate_bwd_kernel; arguments and result as in the reference and kda_fused_intra_bwd,
     but Z is overwritten.
     """
-    given = q, k, v, beta, gc, h, v_new, do, dh, Z, write
-    (dq, dk, dbeta, dgc, *more), near = _launch(given, scale, chunk_size, packing, True, fine)
+    given, out = (q, k, v, beta, gc, h, v_new, do, dh, Z, write), gradients(q, v, beta, gc, write)
+    near = near_of(k, h)
+    summed = launch_left(given, out, near, scale, chunk_size, packing, fine, None)
+    dq, dk, dbeta, dgc, *more = of_chunks(out, q)
     dg, dA_log, ddt_bias = launch_gate_bwd(
-        dgc, g, A_log, dt_bias, near, lower_bound, chunk_size, packing
+        dgc, g, A_log, dt_bias, near if summed else None, lower_bound, chunk_size, packing
     )
     return dq, dk, dbeta, dg, dA_log, ddt_bias, *more

@@ -13,14 +13,14 @@ from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, span_of, st
 from linattn_edu.kernels.delta.gate import gate
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
 from linattn_edu.kernels.delta.kda_intra import launch_intra
+from linattn_edu.kernels.delta.warm_up import way_of
 from linattn_edu.kernels.fused.gdn_fwd import TRANSPOSED
 from linattn_edu.kernels.gluon.kernels import kda_intra, kda_scan
-from linattn_edu.kernels.pieces import by_maps
+from linattn_edu.kernels.pieces import Pieces, by_maps
 from linattn_edu.kernels.routes import by_kind, by_load, kind_of, load_of, scan_launch
 from linattn_edu.kernels.rows import row, strength
 from linattn_edu.kernels.tiles import (
     cast,
-    columns_of,
     dot,
     dot_left,
     dot_right,
@@ -49,6 +49,7 @@ def kda_fused_scan_kernel(
     o_ptr,  # [B, T, HV, V] out
     ht_ptr,  # [N, HV, K, V] out, or None
     scale,
+    ways_ptr,  # [N, HV]: -1 where another launch goes, or None
     cu_ptr, offsets_ptr, T,  # of columns_of
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -57,8 +58,8 @@ def kda_fused_scan_kernel(
 
     Reference: linattn_edu.reference.fused.kda_fwd.kda_fused_scan.
     """
-    i_v, i_nh, i_h, first, n_seq, _ = columns_of(
-        tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
+    i_v, i_nh, i_h, first, n_seq, _, _, i_end = way_of(
+        tl.program_id(0), ways_ptr, cu_ptr, offsets_ptr, T, 0, HV, V, BT, BV, False
     )
     i = first * HV + i_h
     qg_ptr += i * K
@@ -123,13 +124,13 @@ def kda_fused_scan_kernel(
             write_ptr += BT * HV * V
 
     if ht_ptr is not None:
-        store_tile(ht_ptr + i_nh * K * V, b_S, o_k, o_v, V, K, V)
+        store_tile(ht_ptr + i_end * K * V, b_S, o_k, o_v, V, tl.where(i_end < 0, 0, K), V)
 
 
 @triton.jit(do_not_specialize=["T"])
 def kda_fused_scan_transposed_kernel(
     qg_ptr, kg_ptr, kd_ptr, v_ptr, beta_ptr, write_ptr, gc_ptr, P_ptr, A_ptr, h0_ptr, o_ptr, ht_ptr,
-    scale, cu_ptr, offsets_ptr, T,
+    scale, ways_ptr, cu_ptr, offsets_ptr, T,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
@@ -139,8 +140,8 @@ def kda_fused_scan_transposed_kernel(
 
     Grid (N * HV * V / BV).  Reference: linattn_edu.reference.fused.kda_fwd.kda_fused_scan.
     """
-    i_v, i_nh, i_h, first, n_seq, _ = columns_of(
-        tl.program_id(0), cu_ptr, offsets_ptr, T, HV, V, BT, BV
+    i_v, i_nh, i_h, first, n_seq, _, _, i_end = way_of(
+        tl.program_id(0), ways_ptr, cu_ptr, offsets_ptr, T, 0, HV, V, BT, BV, False
     )
     o_t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, BT, BK, BV, True)
     i = first * HV + i_h
@@ -183,7 +184,8 @@ def kda_fused_scan_transposed_kernel(
         b_S = dot_left(b_new, b_kg, b_low, b_S, FINE)
 
     if ht_ptr is not None:
-        store_tile(ht_ptr + i_nh * K * V, tl.trans(b_S), o_k, o_v, V, K, V)
+        i_K = tl.where(i_end < 0, 0, K)
+        store_tile(ht_ptr + i_end * K * V, tl.trans(b_S), o_k, o_v, V, i_K, V)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -279,28 +281,49 @@ def kda_fused_scan(
     """Launch the scan that suits the GPU; arguments and result as in the reference; fine: kd and kg
     as `kda_gates` makes them, P and A in fp32.
     """
-    HV, K = gc.shape[2:]
-    V, C = v.shape[-1], A.shape[-1]
+    given = qg, kg, kd, v, beta, gc, P, A, initial_state
+    pieces, o, last = scanned(qg, v, A.shape[-1], output_final_state, packing)
+    launch_scan(given, (o, last), scale, fine, None, pieces, packing)
+    return o, pieces.last(last)
+
+
+def scanned(
+    qg: Tensor, v: Tensor, C: int, output_final_state: bool, packing: Packing | None
+) -> tuple[Pieces, Tensor, Tensor | None]:
+    """The pieces of kda_fused_scan, and room for o and the state at the end of each."""
+    (HV, K), V, last = qg.shape[2:], v.shape[-1], None
     pieces = by_maps(qg, HV, V, C, packing)
+    if output_final_state:
+        last = qg.new_empty(pieces.N, HV, K, V, dtype=torch.float32)
+    return pieces, torch.empty_like(v), last
+
+
+def launch_scan(
+    given: tuple[Tensor | None, ...], out: tuple[Tensor, Tensor | None], scale: float, fine: bool,
+    ways: Tensor | None, pieces: Pieces, packing: Packing | None,
+) -> None:  # fmt: skip
+    """Write o and the last states of heads of which ways [batch, HV], if there is one, has not -1.
+
+    given: the tensors that kda_fused_scan is given.
+    """
+    qg, kg, kd, v, beta, gc, P, A, initial_state = given
+    (HV, K), V, C = gc.shape[2:], v.shape[-1], A.shape[-1]
     given = kg, kd, v, beta, gc, A
     initial_state = pieces.entering(cp_merge, kda_fused_scan_map, given, initial_state, fine=fine)
-    o = torch.empty_like(v)
-    last = gc.new_empty(pieces.N, HV, K, V) if output_final_state else None
     beta, write = strength(beta)
-    given = qg, kg, kd, v, beta, write, gc, P, A, initial_state, o, last
+    given, ways = (qg, kg, kd, v, beta, write, gc, P, A, initial_state, *out), pieces.spread(ways)
     load = load_of(kind_of(qg, HV, V, C, packing, (kg, v, P, A)), qg, packing)
     gates = () if write is None else (write.dtype,)
     gluon = not fine and by_load.kda_scan(load, *gates).takes == "gluon"
-    if gluon and kda_scan.kda_scan_gluon(given, scale, pieces):
-        return o, pieces.last(last)
+    if gluon and kda_scan.kda_scan_gluon(given, scale, ways, pieces):
+        return
     grid, config = scan_launch(HALVES_CONFIGS if fine else CONFIGS, qg, pieces.N * HV, V)
     full = fine or by_load.transposed(load, *grid, config["BK"], config["BV"]).takes == "transposed"
     kernel = kda_fused_scan_transposed_kernel if full else kda_fused_scan_kernel
     if full:
         stages = 1 if K > 64 and C == 64 else 2  # never 1 of fewer columns: see rows.UNPIPELINED
         config |= {"FINE": fine} | ({"num_stages": stages} if fine else TRANSPOSED)
-    kernel[grid](*given, scale, *pieces.places, HV, K, V, BT=C, **config)
-    return o, pieces.last(last)
+    kernel[grid](*given, scale, ways, *pieces.places, HV, K, V, BT=C, **config)
 
 
 def kda_fused_scan_map(

@@ -12,20 +12,21 @@ from torch import Tensor
 from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, span_of, store_map
 from linattn_edu.kernels.delta.cp_merge_bwd import cp_merge_bwd
 from linattn_edu.kernels.delta.gate_cumsum import cumulative
+from linattn_edu.kernels.delta.warm_up import way_of
 from linattn_edu.kernels.fused.kda_fwd import kda_fused_scan_map
 from linattn_edu.kernels.gluon.kernels import kda_scans
-from linattn_edu.kernels.pieces import by_maps
+from linattn_edu.kernels.pieces import Pieces, by_maps
 from linattn_edu.kernels.routes import by_kind, by_load, kind_of, load_of, scan_launch
 from linattn_edu.kernels.rows import chunk_args, row, states, strength
 from linattn_edu.kernels.tiles import (
     cast,
     cdiv,
     chunk_of,
-    columns_of,
     dot_halves,
     dot_left,
     first_state,
     gated,
+    listed,
     load_halves,
     load_row,
     load_tile,
@@ -48,6 +49,7 @@ def kda_gates_kernel(
     gc_ptr,  # [B, T, HV, K] out: log2, cumulative within a chunk
     kd_ptr, kg_ptr, qg_ptr,  # [B, T, HV, K] out; with FINE the first two of both halves
     bound,  # lower bound of the gate, or None
+    items_ptr,  # of listed
     cu_ptr, chunks_ptr, T,  # of chunk_of
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, FINE: tl.constexpr,
@@ -57,8 +59,11 @@ def kda_gates_kernel(
     Reference: linattn_edu.reference.fused.kda_scans.kda_gates.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
-    o_k = tl.program_id(0) % NK * BK + tl.arange(0, BK)
-    i_h, _, first, n_t = chunk_of(tl.program_id(0) // NK, cu_ptr, chunks_ptr, T, HV, BT)
+    pid = listed(tl.program_id(0), items_ptr, NK)
+    if pid < 0:
+        return
+    o_k = pid % NK * BK + tl.arange(0, BK)
+    i_h, _, first, n_t = chunk_of(pid // NK, cu_ptr, chunks_ptr, T, HV, BT)
     i_k, i = (first * H + i_h // (HV // H)) * K, first * HV + i_h
     o_t = tl.arange(0, BT)
     b_k = load_tile(k_ptr + i_k, o_t, o_k, H * K, n_t, K)  # [BT, BK]
@@ -84,8 +89,8 @@ def kda_gates_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def kda_scan_states(
-    kg_ptr, kd_ptr, v_ptr, beta_ptr, write_ptr, gc_ptr, A_ptr, h0_ptr, h_ptr, v_new_ptr, cu_ptr,
-    offsets_ptr, T,
+    kg_ptr, kd_ptr, v_ptr, beta_ptr, write_ptr, gc_ptr, A_ptr, h0_ptr, h_ptr, v_new_ptr, ways_ptr,
+    cu_ptr, offsets_ptr, T,
     STEP: tl.constexpr,  # one of so many programs of the grid, the last of them
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FINE: tl.constexpr,
@@ -95,8 +100,8 @@ def kda_scan_states(
     Arguments of kda_fused_scans_kernel.
     Reference: linattn_edu.reference.fused.kda_scans.kda_fused_scans.
     """
-    i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
-        tl.program_id(0) // STEP, cu_ptr, offsets_ptr, T, HV, V, BT, BV
+    i_v, i_nh, i_h, first, n_seq, i_c, _, _ = way_of(
+        tl.program_id(0) // STEP, ways_ptr, cu_ptr, offsets_ptr, T, 0, HV, V, BT, BV, False
     )
     o_t, o_k, o_v, b_S = first_state(h0_ptr, i_nh, i_v, K, V, BT, BK, BV, True)
     # the load of a chunk's gates runs one chunk ahead: the state waits for them
@@ -172,7 +177,7 @@ def kda_scan_bwd_step(
 @triton.jit(do_not_specialize=["T"])
 def kda_scan_bwd(
     qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, do_ptr, dht_ptr, dh_ptr, Z_ptr, dv_ptr,
-    dh0_ptr, scale, cu_ptr, offsets_ptr, T,
+    dh0_ptr, scale, ways_ptr, cu_ptr, offsets_ptr, T,
     STEP: tl.constexpr,  # one of so many programs of the grid, the first of them
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FINE: tl.constexpr,
@@ -182,8 +187,8 @@ def kda_scan_bwd(
     Arguments of kda_fused_scans_kernel.
     Reference: linattn_edu.reference.fused.kda_scans.kda_fused_scans.
     """
-    i_v, i_nh, i_h, first, n_seq, i_c = columns_of(
-        tl.program_id(0) // STEP, cu_ptr, offsets_ptr, T, HV, V, BT, BV
+    i_v, i_nh, i_h, first, n_seq, i_c, _, i_end = way_of(
+        tl.program_id(0) // STEP, ways_ptr, cu_ptr, offsets_ptr, T, 0, HV, V, BT, BV, True
     )
     o_t, o_k, o_v, b_dS = first_state(dht_ptr, i_nh, i_v, K, V, BT, BK, BV, True)
     NT = tl.cdiv(n_seq, BT)
@@ -202,7 +207,8 @@ def kda_scan_bwd(
         if dv_ptr is not None:
             b_dv = tl.trans(cast(b_dv, dv_ptr.dtype.element_ty))
             store_tile(dv_ptr + i * V, b_dv, o_t, o_v, HV * V, n_t, V)
-    store_tile(dh0_ptr + i_nh * K * V, tl.trans(b_dS), o_k, o_v, V, K, V)
+    i_K = tl.where(i_end < 0, 0, K)
+    store_tile(dh0_ptr + i_end * K * V, tl.trans(b_dS), o_k, o_v, V, i_K, V)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -214,8 +220,9 @@ def kda_fused_scans_kernel(
     gc_ptr,  # [B, T, HV, K] log2
     P_ptr, A_ptr,  # [B, T, HV, BT]
     do_ptr,  # [B, T, HV, V]
-    h0_ptr, dht_ptr, h_ptr, v_new_ptr, dh_ptr, Z_ptr, dv_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr,
-    T,  # as of gdn_scans.scans_kernel
+    h0_ptr, dht_ptr, h_ptr, v_new_ptr, dh_ptr, Z_ptr, dv_ptr, dh0_ptr, scale,
+    ways_ptr,  # [N, HV]: -1 where another launch goes, or None
+    cu_ptr, offsets_ptr, T,  # as of gdn_scans.scans_kernel
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
@@ -226,12 +233,12 @@ def kda_fused_scans_kernel(
     if tl.program_id(0) % 2 == 1:
         kda_scan_states(
             kg_ptr, kd_ptr, v_ptr, beta_ptr, write_ptr, gc_ptr, A_ptr, h0_ptr, h_ptr, v_new_ptr,
-            cu_ptr, offsets_ptr, T, 2, HV, K, V, BT, BK, BV, FINE,
+            ways_ptr, cu_ptr, offsets_ptr, T, 2, HV, K, V, BT, BK, BV, FINE,
         )  # fmt: skip
     else:
         kda_scan_bwd(
             qg_ptr, kg_ptr, kd_ptr, beta_ptr, gc_ptr, P_ptr, A_ptr, do_ptr, dht_ptr, dh_ptr, Z_ptr,
-            dv_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr, T, 2, HV, K, V, BT, BK, BV, FINE,
+            dv_ptr, dh0_ptr, scale, ways_ptr, cu_ptr, offsets_ptr, T, 2, HV, K, V, BT, BK, BV, FINE,
         )  # fmt: skip
 
 
@@ -277,19 +284,21 @@ SCAN = (row(4, 2, BV=64),)  # rows of dS^T: a product of fewer would leave tenso
 def kda_gates(
     q: Tensor, k: Tensor, g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
     erase: Tensor | None = None, *, lower_bound: float | None = None, chunk_size: int,
-    packing: Packing | None = None, fine: bool = False,
+    packing: Packing | None = None, fine: bool = False, items: Tensor | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch kda_gates_kernel; arguments and result as in the reference; fine: kd and kg are
-    [B, T, HV, 2 K], see `in_halves_of`.
+    [B, T, HV, 2 K], see `in_halves_of`. items: of `listed`, or None: all. into: gc and qg, which
+    have other items already.
     """
     T, H, K = k.shape[1:]
     HV = g.shape[2]
-    gc = torch.empty_like(g, dtype=torch.float32)
+    gc, qg = into or (torch.empty_like(g, dtype=torch.float32), None)
     kd, kg = (in_halves_of(gc, k.dtype, fine) for _ in range(2))
-    qg = torch.empty_like(gc, dtype=kd.dtype)
+    qg = torch.empty_like(gc, dtype=kd.dtype) if qg is None else qg
     NT, *chunks = chunk_args(k, chunk_size, packing)
     kda_gates_kernel[(NT * HV * cdiv(K, GATES_OPTIONS["BK"]),)](
-        q, k, g, A_log, dt_bias, erase, gc, kd, kg, qg, lower_bound, *chunks, T, H, HV, K,
+        q, k, g, A_log, dt_bias, erase, gc, kd, kg, qg, lower_bound, items, *chunks, T, H, HV, K,
         BT=chunk_size, FINE=fine, **GATES_OPTIONS,
     )  # fmt: skip
     return gc, kd, kg, qg
@@ -303,18 +312,39 @@ def kda_fused_scans(
     """Launch the kernels that suit the GPU; arguments and result as in the reference; fine: kd, kg,
     v_new and Z are of both halves, see `in_halves_of`, P and A in fp32.
     """
-    HV, K = gc.shape[2:]
-    V, C = v.shape[-1], A.shape[-1]
-    pieces, options = by_maps(gc, HV, V, C, packing), {"fine": fine}
+    given = qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht
+    pieces, dv, dh0 = scanned(v, beta, gc, A.shape[-1], packing)
+    *made, Z = launch_scans(given, (dv, dh0), scale, fine, None, pieces, packing)
+    return *made, Z, dv, pieces.first(dh0)
+
+
+def scanned(
+    v: Tensor, beta: Tensor, gc: Tensor, C: int, packing: Packing | None
+) -> tuple[Pieces, Tensor | None, Tensor]:
+    """The pieces of kda_fused_scans, and room for dv and the gradient before each of them."""
+    (HV, K), V = gc.shape[2:], v.shape[-1]
+    pieces = by_maps(gc, HV, V, C, packing)
+    return pieces, torch.empty_like(v) if beta.ndim == 3 else None, gc.new_empty(pieces.N, HV, K, V)
+
+
+def launch_scans(
+    given: tuple[Tensor | None, ...], out: tuple[Tensor | None, Tensor], scale: float, fine: bool,
+    ways: Tensor | None, pieces: Pieces, packing: Packing | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Write dv and dh0, and make h, v_new, dh and Z, of heads of which ways [batch, HV], if there
+    is one, has not -1.
+
+    given: the tensors that kda_fused_scans is given.
+    """
+    qg, kg, kd, v, beta, gc, P, A, do, initial_state, dht = given
+    (HV, K), V, C, options = gc.shape[2:], v.shape[-1], A.shape[-1], {"fine": fine}
     given = kg, kd, v, beta, gc, A
     initial_state = pieces.entering(cp_merge, kda_fused_scan_map, given, initial_state, **options)
     given = qg, kg, kd, beta, gc, P, A, do
     dht = pieces.entering(cp_merge_bwd, kda_fused_scan_map_bwd, given, dht, scale=scale, **options)
     h, dh = (v.new_empty(*states(kg, C, packing), HV, K, V) for _ in range(2))
     v_new, Z = (in_halves_of(v, v.dtype, fine) for _ in range(2))
-    beta, write = strength(beta)
-    dv = torch.empty_like(v) if write is None else None
-    dh0 = gc.new_empty(pieces.N, HV, K, V)
+    (beta, write), (dv, dh0), ways = strength(beta), out, pieces.spread(ways)
     (programs,), config = scan_launch(SCAN, gc, pieces.N * HV, V)
     kind = kind_of(kg, HV, V, C, packing, (kg, v, P, A, do))
     gates = () if write is None else (write.dtype,)
@@ -324,15 +354,15 @@ def kda_fused_scans(
     all_of = qg, kg, kd, v, beta, write, gc, P, A, do, initial_state, dht, h, v_new, dh, Z, dv, dh0
     done = False
     if gluon and by_load.together(load_of(kind, kg, packing), programs).takes:
-        done = kda_scans.kda_scans_gluon(all_of, scale, pieces)
+        done = kda_scans.kda_scans_gluon(all_of, scale, ways, pieces)
     elif gluon:
-        done = kda_scans.kda_scan_states_gluon(given, pieces)
-        done = done and kda_scans.kda_scan_bwd_gluon(behind, scale, pieces)
+        done = kda_scans.kda_scan_states_gluon(given, ways, pieces)
+        done = done and kda_scans.kda_scan_bwd_gluon(behind, scale, ways, pieces)
     if not done:
         kda_fused_scans_kernel[(2 * programs,)](
-            *all_of, scale, *pieces.places, HV, K, V, BT=C, FINE=fine, **config
+            *all_of, scale, ways, *pieces.places, HV, K, V, BT=C, FINE=fine, **config
         )
-    return h, v_new, dh, Z, dv, pieces.first(dh0)
+    return h, v_new, dh, Z
 
 
 def kda_fused_scan_map_bwd(

@@ -63,16 +63,17 @@ class Out:
     dbeta_ptr: object
     v_ptr: object  # in halves, for `written`
     scale: object
+    items_ptr: object  # of item_at
 
 
 @gluon.jit
-def store_sums(parts, dbeta_ptr, n, HV: gl.constexpr, BT: gl.constexpr):
+def store_sums(parts, out, n, HV: gl.constexpr, BT: gl.constexpr):
     """Add what both halves left of dbeta of the n-th item."""
-    i_c, i_h, _ = item_at(n, HV, 1)
+    i_c, i_h, _ = item_at(n, HV, 1, out.items_ptr)
     b_dbeta = parts.index(0).load(VECTOR) + parts.index(1).load(VECTOR)
     b_dbeta += parts.index(2).load(VECTOR) + parts.index(3).load(VECTOR)
     o = (i_c * BT + gl.arange(0, BT, VECTOR)).to(gl.int64) * HV + i_h
-    gl.store(dbeta_ptr + o, b_dbeta)
+    gl.store(out.dbeta_ptr + o, b_dbeta)
 
 
 @gluon.jit
@@ -141,7 +142,7 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
             Z_low, new_low = Z, new
             dP, dL, low, dL_low = [m.inner.index(i + z) for i in (0, 1, 2, 1)]
         newT, new_lowT = new.permute((1, 0)), new_low.permute((1, 0))
-        i_c, i_h, _ = item_at(n, HV, 1)
+        i_c, i_h, _ = item_at(n, HV, 1, out.items_ptr)
         mbarrier.wait(bars.full_new, n & 1)
         one, one_low = (do, do) if c == 0 else (Z, Z_low)
         b_P = products(one, one_low, newT, new_lowT, zero, False, FINE and c == 1, FINE)
@@ -164,7 +165,7 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
         mbarrier.wait(bars.used, (n & 1) ^ 1)
         if c == 1 and m.bs is None:  # noqa: SIM102  (the other half has no such branch)
             if n > 0:
-                store_sums(m.parts, out.dbeta_ptr, n - 1, HV, BT)
+                store_sums(m.parts, out, n - 1, HV, BT)
         mbarrier.wait(bars.gates_full, n & 1)
         near = gl.max(m.nears.slice(c, 1).load(ROWS), 0) > 0.0
         both = gl.max(m.nears.slice(0, 1).load(ROWS), 0) * gl.max(m.nears.slice(1, 1).load(ROWS), 0)
@@ -315,7 +316,7 @@ def compute_half(c: gl.constexpr, out, m, bars, N, HV: gl.constexpr, K: gl.const
             async_store(out.derase_desc, at, m.bs.index(c + z))
     if c == 1 and m.bs is None:
         mbarrier.wait(bars.used, (N & 1) ^ 1)
-        store_sums(m.parts, out.dbeta_ptr, N - 1, HV, BT)
+        store_sums(m.parts, out, N - 1, HV, BT)
     tma.store_wait(0)
 
 
@@ -326,6 +327,7 @@ def kda_intra_bwd_gluon_kernel(
     near_ptr, dP_ptr, dL_ptr, dgl_ptr, dbeta_ptr,
     v_ptr,  # with v_new and Z in halves, in the place of v_desc, or None
     scale,
+    items_ptr,  # of item_at
     NT,  # chunks of all sequences
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BT: gl.constexpr,
     SUMMED: gl.constexpr,  # dgc of near channels is summed to dg
@@ -351,7 +353,11 @@ def kda_intra_bwd_gluon_kernel(
                     warp
         full_k      q, k, gc and erase gates -> both
     """
-    N = gl.cdiv(NT * HV - gl.program_id(0), gl.num_programs(0))
+    N = NT * HV if items_ptr is None else gl.load(items_ptr)
+    N = gl.cdiv(N - gl.program_id(0), gl.num_programs(0))
+    if items_ptr is not None:  # noqa: SIM102 - of None it is known here
+        if N <= 0:
+            return
     beta: gl.constexpr = erase_desc is None
     FINE: gl.constexpr = v_ptr is not None
     m = Memory(
@@ -369,11 +375,12 @@ def kda_intra_bwd_gluon_kernel(
         bar(2 if beta else 3), bar(2), bar(2), bar(2),
     )  # fmt: skip
     out = Out(
-        dq_desc, dk_desc, dgc_desc, derase_desc, dP_ptr, dL_ptr, dgl_ptr, dbeta_ptr, v_ptr, scale
+        dq_desc, dk_desc, dgc_desc, derase_desc, dP_ptr, dL_ptr, dgl_ptr, dbeta_ptr, v_ptr, scale,
+        items_ptr,
     )  # fmt: skip
     source = Source(
         q_desc, k_desc, v_desc, erase_desc, gc_desc, h_desc, v_new_desc, do_desc, dh_desc, Z_desc,
-        beta_ptr, gc_ptr, near_ptr, FINE,
+        beta_ptr, gc_ptr, near_ptr, FINE, items_ptr,
     )  # fmt: skip
     if beta:
         fence_async_shared()
@@ -384,7 +391,7 @@ def kda_intra_bwd_gluon_kernel(
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         v, w = ring(v_desc, 1).index(0), ring(write_desc, 1).index(0)
-        x = Values(v_desc, write_desc, dv_desc, dwrite_desc, v, w, bar(1))
+        x = Values(v_desc, write_desc, dv_desc, dwrite_desc, v, w, bar(1), items_ptr)
         fence_async_shared()
         gl.warp_specialize([
             (compute_half, (0, out, m, b, N, HV, K, V, BT, SUMMED)),
@@ -400,11 +407,12 @@ OPTIONS = {"num_warps": 4, "maxnreg": 168, **ALLOCATE}
 @attempt
 def kda_intra_bwd_gluon(
     given: tuple[Tensor, ...], out: tuple[Tensor, ...], near: Tensor, inner: tuple[Tensor, Tensor],
-    scale: float, summed: bool, fine: bool,
+    scale: float, summed: bool, fine: bool, items: Tensor | None,
 ) -> None:  # fmt: skip
     """Launch kda_intra_bwd_gluon_kernel on what kda_fused_intra_bwd is given; it writes `out`, near
     [B, NT, HV, K / 64], whether the channels of a group are, and `inner`, dP and dL in the place of
-    Z. summed: dg of near channels in the place of dgc. fine: v_new and Z are in halves.
+    Z. summed: dg of near channels in the place of dgc. fine: v_new and Z are in halves. items: of
+    item_at.
     """
     q, k, v, beta, erase, gc, h, v_new, do, dh, Z, write = given
     dgl, dq, dk, dbeta, dgc, dv, dwrite = out
@@ -421,6 +429,6 @@ def kda_intra_bwd_gluon(
     )  # fmt: skip
     descriptors = (descriptor(x, *size) for x, size in zip(tensors, sizes, strict=True))
     kda_intra_bwd_gluon_kernel[(min(device_of(q)[1], NT * HV),)](
-        *descriptors, beta, gc, near, *inner, dgl, dbeta, v_ptr, scale, NT, HV, K, V, CHUNK,
+        *descriptors, beta, gc, near, *inner, dgl, dbeta, v_ptr, scale, items, NT, HV, K, V, CHUNK,
         summed, **OPTIONS,
     )  # fmt: skip

@@ -27,6 +27,7 @@ class Source:
     gc_ptr: object
     near_ptr: object
     FINE: object  # v_new and Z in halves
+    items_ptr: object  # of item_at
 
 
 @record
@@ -66,6 +67,7 @@ class Values:
     v: object  # the gradient of w leaves from there
     w: object  # dv leaves from there
     full: object  # an mbarrier: both have come
+    items_ptr: object  # of item_at
 
 
 @record
@@ -91,7 +93,7 @@ def load_tiles(source, m, bars, N, HV: gl.constexpr, K: gl.constexpr, V: gl.cons
     o_t, o_k, o_n = gl.arange(0, BT, layout), gl.arange(0, K, layout), gl.arange(0, 2, layout)
     TILES: gl.constexpr = 5 if source.FINE else 4 if m.bs is None else 3
     for n in range(N):
-        i_c, i_h, _ = item_at(n, HV, 1)
+        i_c, i_h, _ = item_at(n, HV, 1, source.items_ptr)
         begin, column, i_S = i_c * BT, i_h * V, (i_c * HV + i_h) * K
         mbarrier.wait(bars.empty_h, (n & 1) ^ 1)
         wide = 2 * column if source.FINE else column
@@ -149,7 +151,7 @@ def write_gradients(x, Zs, bars, N, HV: gl.constexpr, V: gl.constexpr, BT: gl.co
     """Two warps beside: what v and the write gate of N items get."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     for n in range(N):
-        i_c, i_h, _ = item_at(n, HV, 1)
+        i_c, i_h, _ = item_at(n, HV, 1, x.items_ptr)
         for j in gl.static_range(4):
             at = [i_c * BT + j * (BT // 4), i_h * V]
             tma.store_wait(0)  # what was stored last left from these places

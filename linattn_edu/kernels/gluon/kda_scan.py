@@ -87,8 +87,9 @@ def kda_scan_chunks(chunks, state, o_desc, out, scale, c_v):
         async_store(o_desc, at, out)
         b_W = warpgroup_mma_wait(0, [b_W])
     tma.store_wait(0)
-    if state.last_ptr is not None:
-        store_state(state, b_S1, b_S2)
+    if state.last_ptr is not None:  # noqa: SIM102 - of None it is known here
+        if state.i_end >= 0:
+            store_state(state, b_S1, b_S2)
 
 
 @gluon.jit(do_not_specialize=["T"])
@@ -97,7 +98,9 @@ def kda_scan_gluon_kernel(
     write_desc,  # or None
     P_desc, A_desc, o_desc,
     beta_ptr,  # or None, with write
-    gc_ptr, h0_ptr, ht_ptr, scale, cu_ptr, T,
+    gc_ptr, h0_ptr, ht_ptr, scale,
+    ways_ptr,  # [N, HV]: -1 where another launch goes, or None
+    cu_ptr, T,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
     WORKERS: gl.constexpr,  # groups of four warps, each with BV values
@@ -112,7 +115,7 @@ def kda_scan_gluon_kernel(
     mbarriers: as in gdn_scan's scan_gluon_kernel. Every group of four warps arrives at empty[i].
     """
     piece = piece_of_program(
-        gl.program_id(0), None, cu_ptr, None, T, 0, HV, HV, V, BT, BV, WORKERS, False
+        gl.program_id(0), ways_ptr, cu_ptr, None, T, 0, HV, HV, V, BT, BV, WORKERS, False
     )
     c_k, c_v, c_t = piece.i_h * K, piece.i_h * V + piece.i_v * BV, piece.i_h * BT
     given = channel_gates_of(piece, gc_ptr, beta_ptr, HV)
@@ -151,9 +154,11 @@ def workers_of(kg: Tensor, V: int, pieces: Pieces) -> int:
 
 
 @attempt
-def kda_scan_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: Pieces) -> None:
+def kda_scan_gluon(
+    given: tuple[Tensor | None, ...], scale: float, ways: Tensor | None, pieces: Pieces
+) -> None:
     """Launch kda_scan_gluon_kernel on the pieces; given: the tensors of kda_fused_scan_kernel,
-    whose o and ht it writes.
+    whose o and ht it writes.  ways: of that kernel.
     """
     qg, kg, kd, v, beta, write, gc, P, A, h0, o, ht = given
     HV, K, V = *kg.shape[2:], v.shape[-1]
@@ -162,6 +167,6 @@ def kda_scan_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: Piece
     descriptors = map(descriptor, (qg, kg, kd, v, write, P, A, o), widths)
     stages = STAGES if write is None else WRITE_STAGES
     kda_scan_gluon_kernel[(pieces.N * HV * V // BV // workers,)](
-        *descriptors, beta, gc, h0, ht, scale, pieces.cu_seqlens, pieces.T, HV, K, V, BT=CHUNK,
-        BV=BV, STAGES=stages[workers], WORKERS=workers, **OPTIONS[workers],
+        *descriptors, beta, gc, h0, ht, scale, ways, pieces.cu_seqlens, pieces.T, HV, K, V,
+        BT=CHUNK, BV=BV, STAGES=stages[workers], WORKERS=workers, **OPTIONS[workers],
     )  # fmt: skip

@@ -129,13 +129,14 @@ def kda_scan_back(chunks, made, state, scale):
         hand_over_state(made, b_S1, b_S2, dtype)
         mbarrier.arrive(empty.index(i), count=1)  # no warp reads the chunk any more
         b_dv = warpgroup_mma_wait(0, [b_dv])
-    store_state(state, b_S1, b_S2)
+    if state.i_end >= 0:
+        store_state(state, b_S1, b_S2)
 
 
-@gluon.jit(do_not_specialize=["T", "N"])
+@gluon.jit(do_not_specialize=["T"])
 def kda_scan_states_gluon_kernel(
     kg_desc, kd_desc, v_desc, write_desc, A_desc, h_desc, new_desc, beta_ptr, gc_ptr, h0_ptr,
-    cu_ptr, offsets_ptr, T, N,
+    ways_ptr, cu_ptr, offsets_ptr, T,
     STEP: gl.constexpr,  # one of so many programs of the grid
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
@@ -149,7 +150,19 @@ def kda_scan_states_gluon_kernel(
     Reference: linattn_edu.reference.fused.kda_scans.kda_fused_scans.
     """
     piece = piece_of_program(
-        gl.program_id(0) // STEP, None, cu_ptr, offsets_ptr, T, N, HV, HV, V, BT, BV, WORKERS, False
+        gl.program_id(0) // STEP,
+        ways_ptr,
+        cu_ptr,
+        offsets_ptr,
+        T,
+        0,
+        HV,
+        HV,
+        V,
+        BT,
+        BV,
+        WORKERS,
+        False,
     )
     c_k, c_v, c_t = piece.i_h * K, piece.i_h * V + piece.i_v * BV, piece.i_h * BT
     given = channel_gates_of(piece, gc_ptr, beta_ptr, HV)
@@ -167,10 +180,10 @@ def kda_scan_states_gluon_kernel(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["T", "N"])
+@gluon.jit(do_not_specialize=["T"])
 def kda_scan_bwd_gluon_kernel(
     qg_desc, kg_desc, kd_desc, P_desc, A_desc, do_desc, dh_desc, Z_desc, dv_desc, beta_ptr, gc_ptr,
-    dht_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr, T, N,
+    dht_ptr, dh0_ptr, scale, ways_ptr, cu_ptr, offsets_ptr, T,
     STEP: gl.constexpr,  # one of so many programs of the grid
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
@@ -184,7 +197,19 @@ def kda_scan_bwd_gluon_kernel(
     Reference: linattn_edu.reference.fused.kda_scans.kda_fused_scans.
     """
     piece = piece_of_program(
-        gl.program_id(0) // STEP, None, cu_ptr, offsets_ptr, T, N, HV, HV, V, BT, BV, WORKERS, True
+        gl.program_id(0) // STEP,
+        ways_ptr,
+        cu_ptr,
+        offsets_ptr,
+        T,
+        0,
+        HV,
+        HV,
+        V,
+        BT,
+        BV,
+        WORKERS,
+        True,
     )
     c_k, c_v, c_t = piece.i_h * K, piece.i_h * V + piece.i_v * BV, piece.i_h * BT
     given = channel_gates_of(piece, gc_ptr, beta_ptr, HV)
@@ -199,11 +224,11 @@ def kda_scan_bwd_gluon_kernel(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["T", "N"])
+@gluon.jit(do_not_specialize=["T"])
 def kda_scans_gluon_kernel(
     qg_desc, kg_desc, kd_desc, v_desc, write_desc, P_desc, A_desc, do_desc, h_desc, new_desc,
-    dh_desc, Z_desc, dv_desc, beta_ptr, gc_ptr, h0_ptr, dht_ptr, dh0_ptr, scale, cu_ptr,
-    offsets_ptr, T, N,
+    dh_desc, Z_desc, dv_desc, beta_ptr, gc_ptr, h0_ptr, dht_ptr, dh0_ptr, scale, ways_ptr, cu_ptr,
+    offsets_ptr, T,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, STAGES_BACK: gl.constexpr,
 ):  # fmt: skip
@@ -215,13 +240,13 @@ def kda_scans_gluon_kernel(
     if gl.program_id(0) % 2 == 0:
         kda_scan_bwd_gluon_kernel(
             qg_desc, kg_desc, kd_desc, P_desc, A_desc, do_desc, dh_desc, Z_desc, dv_desc, beta_ptr,
-            gc_ptr, dht_ptr, dh0_ptr, scale, cu_ptr, offsets_ptr, T, N, 2, HV, K, V, BT, BV,
+            gc_ptr, dht_ptr, dh0_ptr, scale, ways_ptr, cu_ptr, offsets_ptr, T, 2, HV, K, V, BT, BV,
             STAGES_BACK, 1,
         )  # fmt: skip
     else:
         kda_scan_states_gluon_kernel(
             kg_desc, kd_desc, v_desc, write_desc, A_desc, h_desc, new_desc, beta_ptr, gc_ptr,
-            h0_ptr, cu_ptr, offsets_ptr, T, N, 2, HV, K, V, BT, BV, STAGES, 1,
+            h0_ptr, ways_ptr, cu_ptr, offsets_ptr, T, 2, HV, K, V, BT, BV, STAGES, 1,
         )  # fmt: skip
 
 
@@ -231,9 +256,11 @@ WRITE_STAGES = {1: 3, 2: 2}  # of the first, with a write gate
 
 
 @attempt
-def kda_scan_states_gluon(given: tuple[Tensor | None, ...], pieces: Pieces) -> None:
+def kda_scan_states_gluon(
+    given: tuple[Tensor | None, ...], ways: Tensor | None, pieces: Pieces
+) -> None:
     """Launch kda_scan_states_gluon_kernel on the pieces; given: the tensors of kda_scan_states,
-    whose h and v_new it writes.
+    whose h and v_new it writes.  ways: [N, HV], -1 where another launch goes, or None.
     """
     kg, kd, v, beta, write, gc, A, h0, h, v_new = given
     HV, K, V = *kg.shape[2:], v.shape[-1]
@@ -242,15 +269,17 @@ def kda_scan_states_gluon(given: tuple[Tensor | None, ...], pieces: Pieces) -> N
     descriptors = map(descriptor, (kg, kd, v, write, A, h, v_new), widths)
     stages = STAGES if write is None else WRITE_STAGES
     kda_scan_states_gluon_kernel[(pieces.N * HV * V // BV // n,)](
-        *descriptors, beta, gc, h0, *pieces.places, pieces.N, 1, HV, K, V, BT=CHUNK, BV=BV,
+        *descriptors, beta, gc, h0, ways, *pieces.places, 1, HV, K, V, BT=CHUNK, BV=BV,
         STAGES=stages[n], WORKERS=n, **OPTIONS[n],
     )  # fmt: skip
 
 
 @attempt
-def kda_scan_bwd_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: Pieces) -> None:
+def kda_scan_bwd_gluon(
+    given: tuple[Tensor | None, ...], scale: float, ways: Tensor | None, pieces: Pieces
+) -> None:
     """Launch kda_scan_bwd_gluon_kernel on the pieces; given: the tensors of kda_scan_bwd, whose dh,
-    Z, dv and dh0 it writes.
+    Z, dv and dh0 it writes.  ways: of kda_scan_states_gluon.
     """
     qg, kg, kd, beta, gc, P, A, do, dht, dh, Z, dv, dh0 = given
     HV, K, V = *kg.shape[2:], do.shape[-1]
@@ -258,15 +287,17 @@ def kda_scan_bwd_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: P
     widths = K, K, K, CHUNK, CHUNK, n * BV, BV, BV, BV
     descriptors = map(descriptor, (qg, kg, kd, P, A, do, dh, Z, dv), widths)
     kda_scan_bwd_gluon_kernel[(pieces.N * HV * V // BV // n,)](
-        *descriptors, beta, gc, dht, dh0, scale, *pieces.places, pieces.N, 1, HV, K, V, BT=CHUNK,
+        *descriptors, beta, gc, dht, dh0, scale, ways, *pieces.places, 1, HV, K, V, BT=CHUNK,
         BV=BV, STAGES=STAGES_BACK[n], WORKERS=n, **OPTIONS[n],
     )  # fmt: skip
 
 
 @attempt
-def kda_scans_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: Pieces) -> None:
+def kda_scans_gluon(
+    given: tuple[Tensor | None, ...], scale: float, ways: Tensor | None, pieces: Pieces
+) -> None:
     """Launch kda_scans_gluon_kernel on the pieces; given: the tensors of kda_fused_scans_kernel, of
-    which it writes what the two others write.
+    which it writes what the two others write.  ways: of kda_scan_states_gluon.
     """
     qg, kg, kd, v, beta, write, gc, P, A, do, h0, dht, h, v_new, dh, Z, dv, dh0 = given
     HV, K, V = *kg.shape[2:], v.shape[-1]
@@ -274,6 +305,6 @@ def kda_scans_gluon(given: tuple[Tensor | None, ...], scale: float, pieces: Piec
     widths = K, K, K, BV, BV, CHUNK, CHUNK, BV, BV, BV, BV, BV, BV
     stages = STAGES if write is None else WRITE_STAGES
     kda_scans_gluon_kernel[(2 * pieces.N * HV * V // BV,)](
-        *map(descriptor, tensors, widths), beta, gc, h0, dht, dh0, scale, *pieces.places, pieces.N,
+        *map(descriptor, tensors, widths), beta, gc, h0, dht, dh0, scale, ways, *pieces.places,
         HV, K, V, BT=CHUNK, BV=BV, STAGES=stages[1], STAGES_BACK=STAGES_BACK[1], **OPTIONS[1],
     )  # fmt: skip

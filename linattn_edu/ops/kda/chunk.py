@@ -12,7 +12,7 @@ from linattn_edu.ops import check, checkpoints
 from linattn_edu.ops.delta import arguments
 from linattn_edu.ops.delta.operations import operations
 from linattn_edu.ops.l2norm import unit
-from linattn_edu.ops.operator import Operator, like, widened
+from linattn_edu.ops.operator import Operator, counted, like, widened
 from linattn_edu.ops.preallocated import into
 from linattn_edu.ops.ranks import Ranks
 from linattn_edu.ops.repeated import repeated
@@ -263,17 +263,21 @@ def prepared(
         )
     if safe_gate and not raw_gate:
         _check_promise(g, safe_bound)
-    dtype, halves = q.dtype, beyond and not return_states and _in_halves(impl, q, v, chunk_size)
+    dtype, halves = q.dtype, 0
+    if beyond and not return_states and _in_halves(impl, q, v, chunk_size):
+        # of all heads, where a part of a sequence decides as the whole
+        halves = 2 if invariant or normalise or place.group else 1
     if (beyond and not halves) or impl == "reference":  # where it costs no time
         q, k, v = in_float32(q, k, v)
     if normalise and halves:  # rounded, a key of unit length would have another
         q, k = in_float32(q, k)
     if normalise:
         q, k = unit(q, impl), unit(k, impl)
-    save = "P A crossing" if place.group else "P A"
+    save = ("P A", "P A P_fine A_fine cancels", "P_fine A_fine")[halves]
+    save += " crossing" if place.group else ""
     q, k, v, g, *strength = place.joined(q, k, v, g, *strength)
     packed = place.bounds[0] is not None
-    fused = 2 * halves
+    fused = 2 if halves else 0
     if not (halves or return_states):
         fused = _fused_passes(impl, q, v, chunk_size, packed, strength)
     if keep_all and not halves:
@@ -366,7 +370,8 @@ class FusedStages:
     kda_intra and a part of wy, kda_fused_scan for the rest of wy and kda_scan; kda_gates and
     kda_fused_scans for wy and kda_scans, kda_fused_intra_bwd for kda_output_bwd, kda_wy_bwd and
     kda_intra_bwd. kda_gate_prepare is gate_cumsum and kda_prepare, kda_intra_gate_bwd is
-    kda_fused_intra_bwd and gate_bwd.
+    kda_fused_intra_bwd and gate_bwd. kda_halves is all of the forward pass where beta may be beyond
+    1, kda_halves_bwd of the backward pass.
     """
 
     gate_cumsum: Callable = stage("delta.gate_cumsum")
@@ -383,6 +388,8 @@ class FusedStages:
     cp_merge: Callable = stage("delta.cp_merge")
     kda_fused_scan_map_bwd: Callable = stage("fused.kda_scans")
     cp_merge_bwd: Callable = stage("delta.cp_merge_bwd")
+    kda_halves: Callable = stage("fused.kda_halves")
+    kda_halves_bwd: Callable = stage("fused.kda_halves")
 
 
 stages, fused_stages = implementations(Stages), implementations(FusedStages)
@@ -400,6 +407,9 @@ class Residuals(NamedTuple):
     kd: Tensor | None = None
     h: Tensor | None = None
     v_new: Tensor | None = None
+    P_fine: Tensor | None = None  # not rounded
+    A_fine: Tensor | None = None
+    cancels: Tensor | None = None  # the heads that read these; None: all
     crossing: Tensor | None = None  # states that come from other ranks
 
 
@@ -420,8 +430,8 @@ def declare(name: str, strength: dict[str, str], **more: object) -> Operator:
         {
             "o": like("B T HV V", "v", gradient="do"),
             "final_state": widened("N HV K V", "q g A_log dt_bias initial_state", gradient="dht"),
-            "P": like("B T HV C", "q", unless="halves"),
-            "A": like("B T HV C", "q", unless="halves"),
+            "P": like("B T HV C", "q"),
+            "A": like("B T HV C", "q"),
             "gc": widened("B T HV K", "g A_log dt_bias"),
             "w": like("B T HV K", "q"),
             "kg": like("B T HV K", "q"),
@@ -429,6 +439,9 @@ def declare(name: str, strength: dict[str, str], **more: object) -> Operator:
             "kd": like("B T HV K", "q"),
             "h": like("B NT HV K V", "q"),
             "v_new": like("B T HV V", "q"),
+            "P_fine": widened("B T HV C", "q"),
+            "A_fine": widened("B T HV C", "q"),
+            "cancels": counted("N HV"),
             "crossing": widened("X HV K V", "q"),
         },
         options={
@@ -438,7 +451,7 @@ def declare(name: str, strength: dict[str, str], **more: object) -> Operator:
             "output_final_state": "bool",
             "chunk_size": "int",
             "fused": "int",
-            "halves": "bool",
+            "halves": "int",
         },
         residuals=Residuals,
         stages=stages,
@@ -473,7 +486,7 @@ def forward(
     lower_bound: float | None = None,
     safe_bound: float | None = None,
     chunk_size: int = 64,
-    halves: bool = False,
+    halves: int = 0,
     packing: Packing | None = None,
     cp: Ranks | None = None,
     keep: Collection[str] = Residuals._fields,
@@ -482,10 +495,11 @@ def forward(
 
     write: The write gate of chunk_gdn2, whose erase gate beta is then.
     safe_bound: a promise that no log decay of a token is below it. halves: FusedStages hold kd, kg,
-    v_new and Z as two numbers of bfloat16, and P and A in float32. cp: what other ranks send and
-    are sent. keep: the residuals that are returned; the others are freed as soon as
-    no stage reads them. Without h and v_new among them kda_scan takes the place of state and
-    output. FusedStages have neither w, h nor v_new, and they alone kd.
+    v_new and Z as two numbers of bfloat16, and P and A in float32, of all heads (2), or, without
+    cp, where numbers cancel (1). cp: what other ranks send and are sent. keep: the residuals that
+    are returned; the others are freed as soon as no stage reads them. Without h and v_new among
+    them kda_scan takes the place of state and output. FusedStages have neither w, h nor v_new, and
+    they alone kd.
     Returns o, the final state or None, and what the backward pass may read. Only the kernels take a
     packing.
 
@@ -494,10 +508,18 @@ def forward(
     packed = {} if packing is None else {"packing": packing}
     options = {"chunk_size": chunk_size, **packed}
     if isinstance(stages, FusedStages):
+        if halves == 1:
+            o, last, *made = stages.kda_halves(
+                q, k, v, beta, g, A_log, dt_bias, write, initial_state, scale=scale,
+                output_final_state=output_final_state, lower_bound=lower_bound,
+                safe_bound=safe_bound, **options,
+            )  # fmt: skip
+            kept = dict(zip(("P", "A", "P_fine", "A_fine", "cancels"), made, strict=True))
+            return o, last, Residuals(**{n: x for n, x in kept.items() if n in keep})
         gate = g, A_log, dt_bias, lower_bound, safe_bound
         scan = {"scale": scale, "output_final_state": output_final_state, **packed}
         return _fused(
-            stages, q, k, v, gate, beta, write, initial_state, cp, options, scan, halves, keep
+            stages, q, k, v, gate, beta, write, initial_state, cp, options, scan, halves == 2, keep
         )
     gc = stages.gate_cumsum(g, A_log, dt_bias, lower_bound=lower_bound, **options)
     P, A = stages.kda_intra(q, k, beta, gc, lower_bound=safe_bound, **options)
@@ -516,7 +538,7 @@ def forward(
             qg, kg, w, u, gc, P, initial_state, output_final_state=output_final_state, **scaled
         )
     del u
-    kept = Residuals(P, A, gc, w, kg, qg, None, h, v_new, cp and cp.crossing)
+    kept = Residuals(P, A, gc, w, kg, qg, None, h, v_new, crossing=cp and cp.crossing)
     kept = Residuals(*(x if n in keep else None for n, x in kept._asdict().items()))
     if h is not None:
         del A, gc, w, kg
@@ -559,6 +581,7 @@ def _fused(
         qg, kg, kd, v, beta, gc, P, A, initial_state, **scan | fine
     )
     kept = {"P": P, "A": A, "gc": gc, "kg": kg, "qg": qg, "kd": kd, "crossing": cp and cp.crossing}
+    kept |= {"P_fine": P, "A_fine": A} if halves else {}
     return o, final_state, Residuals(**{n: x for n, x in kept.items() if n in keep})
 
 
@@ -580,7 +603,7 @@ def backward(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     lower_bound: float | None = None,
-    halves: bool = False,
+    halves: int = 0,
     packing: Packing | None = None,
     cp: Ranks | None = None,
 ) -> tuple[Tensor | None, ...]:
@@ -599,9 +622,18 @@ def backward(
     Source: chapters 11, 12 and 24.
     """
     packed = {} if packing is None else {"packing": packing}
-    P, A, gc, w, kg, qg, kd, h, v_new, crossing = residuals
+    P, A, gc, w, kg, qg, kd, h, v_new, *fine, found, crossing = residuals
+    if halves == 2:
+        P, A = fine
     options = {"chunk_size": A.shape[-1], **packed}
     gate, again = {"lower_bound": lower_bound, **options}, gc is None
+    if halves == 1:
+        *made, dh0 = stages.kda_halves_bwd(
+            q, k, v, beta, g, (P, A), tuple(fine), found, do, A_log, dt_bias, write, initial_state,
+            dht, scale=scale, **gate,
+        )  # fmt: skip
+        dq, dk, dbeta, dg, dA_log, ddt_bias, dv, *dwrite = made
+        return dq, dk, dv, dg, dbeta, *dwrite, dA_log, ddt_bias, dh0
     if h is None and cp is not None:
         initial_state = cp.entering(crossing, initial_state)
     if isinstance(stages, FusedStages):

@@ -21,21 +21,18 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class Output:
-    """An output: its axes, whose dtype it has, the name of its gradient, and the option with which
-    it is of float32.
-    """
+    """An output: its axes, whose dtype it has, and the name of its gradient."""
 
     axes: tuple[str, ...]
     of: tuple[str, ...]
     wide: bool
     gradient: str | None
-    unless: str = ""
-    dtype: torch.dtype | None = None  # or this one
+    dtype: torch.dtype | None = None  # in the place of theirs
 
 
-def like(axes: str, of: str, gradient: str | None = None, unless: str = "") -> Output:
-    """An output of the dtype of a tensor, or, with the option, of float32."""
-    return Output(tuple(axes.split()), (of,), False, gradient, unless)
+def like(axes: str, of: str, gradient: str | None = None) -> Output:
+    """An output of the dtype of a tensor."""
+    return Output(tuple(axes.split()), (of,), False, gradient)
 
 
 def widened(axes: str, of: str, gradient: str | None = None) -> Output:
@@ -175,7 +172,7 @@ class Declaration:
         elif out.wide:
             dtype = wide(*(given[n] for n in out.of))
         else:
-            dtype = torch.float32 if given.get(out.unless) else given[out.of[0]].dtype
+            dtype = given[out.of[0]].dtype
         return like.new_empty(shape, dtype=dtype)
 
     def _chunks(self, given: dict, sizes: dict) -> int:

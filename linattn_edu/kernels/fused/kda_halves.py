@@ -1,0 +1,78 @@
+"""Kimi Delta Attention in halves where the numbers that 16 bit round cancel, and nowhere else."""
+
+import torch
+from torch import Tensor
+
+from linattn_edu.kernels.delta.gate_bwd import launch_gate_bwd
+from linattn_edu.kernels.delta.kda_intra import kda_intra
+from linattn_edu.kernels.fused.cancel import cancels as cancelling
+from linattn_edu.kernels.fused.cancel import those
+from linattn_edu.kernels.fused.kda_bwd import gradients, launch_left, near_of, of_chunks
+from linattn_edu.kernels.fused.kda_fwd import kda_gate_prepare, launch_scan
+from linattn_edu.kernels.fused.kda_fwd import scanned as scanned_forth
+from linattn_edu.kernels.fused.kda_scans import kda_gates, launch_scans, scanned
+from linattn_edu.packing import Packing
+
+
+def kda_halves(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, write: Tensor | None = None,
+    initial_state: Tensor | None = None, *, scale: float, output_final_state: bool = False,
+    lower_bound: float | None = None, safe_bound: float | None = None, chunk_size: int,
+    packing: Packing | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Launch the kernels of the forward pass on all heads, but the scan on those that do not
+    cancel; then those of halves on the others; arguments and result as in the reference.
+    """
+    erase, strength = (None, beta) if write is None else (beta, write)
+    packed = {"chunk_size": chunk_size, "packing": packing}
+    gate, bounds = (g, A_log, dt_bias), {"lower_bound": lower_bound}
+    gc, P, A, kd, kg, qg = kda_gate_prepare(
+        q, k, beta, *gate, safe_bound=safe_bound, **bounds, **packed
+    )
+    found = cancelling(P, A, beta if write is None else None, q.shape[2], packing=packing)
+    ways, items, _ = those(found, v, **packed)
+    pieces, o, last = scanned_forth(qg, v, chunk_size, output_final_state, packing)
+    given, places = (v, strength, gc), ((o, last), scale)
+    launch_scan((qg, kg, kd, *given, P, A, initial_state), *places, False, found, pieces, packing)
+    _, kd, kg, _ = kda_gates(
+        q, k, *gate, erase, fine=True, items=items, into=(gc, qg), **bounds, **packed
+    )
+    options = {"lower_bound": safe_bound, "precision": "halves", "items": items}
+    fine = kda_intra(q, k, beta, gc, **options, **packed)
+    launch_scan((qg, kg, kd, *given, *fine, initial_state), *places, True, ways, pieces, packing)
+    return o, pieces.last(last), P, A, *fine, found
+
+
+def kda_halves_bwd(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, inner: tuple[Tensor, Tensor],
+    fine: tuple[Tensor, Tensor], cancels: Tensor, do: Tensor, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, write: Tensor | None = None,
+    initial_state: Tensor | None = None, dht: Tensor | None = None, *, scale: float,
+    lower_bound: float | None = None, chunk_size: int, packing: Packing | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Launch the kernels of the backward pass on the heads that do not cancel, those of halves on
+    the others, and gate_bwd_kernel on all; arguments and result as in the reference.
+    """
+    erase, strength = (None, beta) if write is None else (beta, write)
+    packed = {"chunk_size": chunk_size, "packing": packing}
+    ways, items, others = those(cancels, v, **packed)
+    gc, qg = (torch.empty_like(g, dtype=x) for x in (torch.float32, k.dtype))
+    pieces, dv, dh0 = scanned(v, strength, gc, chunk_size, packing)
+    out, near, summed = gradients(q, v, beta, gc, write), None, False
+    for halves, (P, A), skipped, listed in (
+        (False, inner, cancels, others), (True, fine, ways, items)
+    ):  # fmt: skip
+        options = {"fine": halves, "items": listed, "into": (gc, qg), "lower_bound": lower_bound}
+        _, kd, kg, _ = kda_gates(q, k, g, A_log, dt_bias, erase, **options, **packed)
+        given = qg, kg, kd, v, strength, gc, P, A, do, initial_state, dht
+        h, v_new, dh, Z = launch_scans(given, (dv, dh0), scale, halves, skipped, pieces, packing)
+        del given, kd, kg
+        near = near_of(k, h).zero_() if near is None else near
+        given = q, k, v, beta, gc, h, v_new, do, dh, Z, write
+        summed |= launch_left(given, out, near, scale, chunk_size, packing, halves, listed)
+        del given, h, v_new, dh, Z
+    dq, dk, dbeta, dgc, *of_values = of_chunks(out, q)
+    near = near if summed else None
+    dgates = launch_gate_bwd(dgc, g, A_log, dt_bias, near, lower_bound, chunk_size, packing)
+    return dq, dk, dbeta, *dgates, *(of_values or (dv,)), pieces.first(dh0)
