@@ -237,6 +237,7 @@ JOINED = {
         "kda_gates", "kda_fused_scans", "kda_fused_scan_map_bwd",
     ),
     "fused.kda_bwd": ("kda_outer_bwd", "kda_fused_intra_bwd"),
+    "fused.kda_halves": ("unit_rows", "kda_halves", "kda_halves_bwd"),
 }  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def near(got, want, name):
     assert error < MOST.get(name, 3.5), (name, error)
 
 
-def both_rooms(x):
+def both_rooms(x, raw=None):
     """The kernels' forward and backward pass, and the references'."""
     strength = (x["beta"], None) if "beta" in x else (x["b"], x["w"])
     given = x["q"], x["k"], x["v"], strength[0], x["g"]
@@ -60,10 +60,12 @@ def both_rooms(x):
     options = {"scale": 0.3, "chunk_size": 64}
     made = []
     for of in (kernels, references):
-        forth = of.kda_halves(*given, None, None, write, state, output_final_state=True, **options)
+        forth = of.kda_halves(
+            *given, None, None, write, state, raw, output_final_state=True, **options
+        )
         _, _, P, A, *fine, found = forth
         back = of.kda_halves_bwd(
-            *given, (P, A), tuple(fine), found, do, None, None, write, state, dht, **options
+            *given, (P, A), tuple(fine), found, do, None, None, write, state, dht, raw, **options
         )
         made.append((forth, back))
     return made
@@ -84,6 +86,32 @@ def test_kernels_match_references(name, T, HV, K, V, alike, device):
         assert relative_rms(x, y) < 2**-13 if alike else not y.any()
     for i, (x, y) in enumerate(zip(back, back_want, strict=True)):
         assert (x is None and y is None) or relative_rms(x, y) < 2**-6, i
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize(("T", "K"), [(70, 40), (64, 128)])
+def test_unit_rows(T, K, dtype, device):
+    """Of the chunks that are listed; the others stay as they are."""
+    x = (3 * torch.randn(2, T, 2, K, device=device)).to(dtype)
+    chunks = torch.arange(2 * -(-T // 64), device=device)
+    items = torch.cat([chunks[:1] + len(chunks), 2 * chunks + 1]).int()  # the second head
+    y, want = (of.unit_rows(x, items, chunk_size=64) for of in (kernels, references))
+    assert relative_rms(y[:, :, 1], want[:, :, 1]) < 1e-6
+    assert y[:, :, 0].isnan().all() or not y[:, :, 0].any()  # as it was made
+
+
+@calls
+@pytest.mark.parametrize("HV", [2, 4])
+def test_rows_that_were_divided_by_their_length(name, HV, device):
+    """Heads that cancel read them before they were rounded."""
+    x = inputs(name, 100, 2, HV, 32, 32, device)
+    raw = [(3 * x[n].float()).to(BF16) for n in "qk"]
+    x |= {n: F.normalize(t.float(), dim=-1).to(BF16) for n, t in zip("qk", raw, strict=True)}
+    (got, back), (want, back_want) = both_rooms(x, raw)
+    assert got[-1].any() and torch.equal(got[-1], want[-1])
+    assert relative_rms(got[0], want[0]) < 2**-8
+    for i, (y, other) in enumerate(zip(back, back_want, strict=True)):
+        assert (y is None and other is None) or relative_rms(y, other) < 2**-6, i
 
 
 @calls
@@ -134,24 +162,26 @@ def test_packed(name, device):
 
 @pytest.mark.gpu
 @calls
-@pytest.mark.parametrize("together", [0, 1])
+@pytest.mark.parametrize(("together", "normalise"), [(0, False), (1, False), (1, True)])
 @pytest.mark.parametrize("alike", [(), ((1, 1),), ((0, 0), (0, 1), (1, 0), (1, 1))], ids=len)
-def test_in_gluon(alike, together, name, device, force):
+def test_in_gluon(alike, together, normalise, name, device, force):
     """Heads of 128 in the kernels of Hopper; twice the same."""
     if why := without_gluon(device):
         pytest.skip(why)
     force(**PAYS, together=together)
     x = inputs(name, 2048, 2, 2, 128, 128, device, alike=alike)
-    do, dht = cotangents(x)
+    if normalise:
+        x |= {n: 3 * x[n] for n in "qk"}
+    norm, (do, dht) = {"use_qk_l2norm_in_kernel": normalise}, cotangents(x)
     with launches() as ran:
-        got, again = (run(x, do, dht, CALLS[name], **DECLARED) for _ in range(2))
+        got, again = (run(x, do, dht, CALLS[name], **DECLARED, **norm) for _ in range(2))
     names = {k.__name__ for k in ran}
     scans = {"kda_scans_gluon_kernel"} if together else {
         "kda_scan_states_gluon_kernel", "kda_scan_bwd_gluon_kernel"
     }  # fmt: skip
     assert {"cancels_kernel", "kda_scan_gluon_kernel", "kda_intra_bwd_gluon_kernel"} <= names
     assert scans <= names
-    want = exact(x, do, dht)
+    want = exact(x, do, dht, **norm)
     for key, y in got.items():
         assert torch.equal(y, again[key]), key
         near(y, want[key], key)

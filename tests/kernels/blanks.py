@@ -59,7 +59,9 @@ def gated(K, V, dtype, C, channels=False, chunks=1):
     r.ways = r.cancels
     r.only = r.cancels, empty(1 + chunks, dtype=torch.int32)
     given = by_kind.kda_halves(kind._replace(dtype=torch.bfloat16)).takes == "halves"
-    r.fine = given and dtype == torch.float32
+    r.fine, r.some = (given and dtype == x for x in (torch.float32, torch.bfloat16))
+    r.items, r.inner, r.whole = r.only[1], (r.P, r.A), (r.P.float(), r.A.float())
+    r.raw = qk, qk
     return r
 
 

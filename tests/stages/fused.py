@@ -23,6 +23,11 @@ def held_bf16(r):
     return r.held and r.q.dtype == torch.bfloat16
 
 
+def some(r):
+    """Whether some heads may be kept in halves of rows with the gate in them."""
+    return r.some
+
+
 def pair(x):
     """Both halves of x in bfloat16, the high ones and then the low ones."""
     high = x.bfloat16()
@@ -136,6 +141,19 @@ STAGES = [
     Stage("fused/kda_bwd", "gdn2_fused",
           call("q k v beta gc h v_new do dh Z g - - write", "scaled"), "kda_intra_gate_bwd",
           adds=5, when=held_bf16),
+    # in halves where numbers cancel
+    Stage("fused/kda_halves", "kda_fused", call("q items", "chunks"), "unit_rows", when=some),
+    Stage("fused/kda_halves", "kda_fused", call("q k v beta g - - - h0", "chunks", scale=SCALE),
+          when=some, more=[call("q k v beta g - - - h0 raw", "chunks", scale=SCALE)]),
+    Stage("fused/kda_halves", "kda_fused",
+          call("q k v beta g inner whole cancels do - - - h0 dht", "scaled"), "kda_halves_bwd",
+          when=some,
+          more=[call("q k v beta g inner whole cancels do - - - h0 dht raw", "scaled")]),
+    Stage("fused/kda_halves", "gdn2_fused",
+          call("q k v beta g - - write h0", "chunks", scale=SCALE), when=some),
+    Stage("fused/kda_halves", "gdn2_fused",
+          call("q k v beta g inner whole cancels do - - write h0 dht", "scaled"),
+          "kda_halves_bwd", when=some),
     # Mamba-2, and the stages that its fused sets share with the delta rule and the staged
     Stage("ssd/chunk_cumsum", "ssd_fused", call("dt A dt_bias", "chunks", softplus=True),
           "chunk_cumsum_log"),

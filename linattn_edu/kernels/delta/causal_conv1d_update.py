@@ -89,15 +89,9 @@ COLUMNS = 32  # of a state of which a program holds so many channels; of longer 
 
 
 def causal_conv1d_update(
-    state: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    lengths: Tensor | None = None,
-    indices: Tensor | None = None,
-    *,
-    activation: str | None = None,
-) -> Tensor:
+    state: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None,
+    lengths: Tensor | None = None, indices: Tensor | None = None, *, activation: str | None = None,
+) -> Tensor:  # fmt: skip
     """Launch causal_conv1d_update_kernel; arguments and result as in the reference.
 
     What is between the states and between the rows x[i] of the sequences does not matter; a state

@@ -292,16 +292,9 @@ JOIN = row(4, 3, BV=16)
 
 
 def piece_map(
-    k: Tensor,
-    w: Tensor | None,
-    u: Tensor,
-    gc: Tensor,
-    initial_state: Tensor | None = None,
-    gs: Tensor | None = None,
-    *,
-    chunk_size: int,
-    **which,
-) -> tuple[Tensor, Tensor | None]:
+    k: Tensor, w: Tensor | None, u: Tensor, gc: Tensor, initial_state: Tensor | None = None,
+    gs: Tensor | None = None, *, chunk_size: int, **which,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Launch piece_map_kernel; arguments and result as in the reference; which: of launch_map."""
     given, sizes = (k, w, u, gc, initial_state, gs), (k.shape[2], *u.shape[2:])
     return launch_map(
@@ -311,22 +304,11 @@ def piece_map(
 
 
 def launch_map(
-    kernel,
-    table: dict | tuple,
-    given: tuple,
-    sizes: tuple[int, ...],
-    *strides: int,
-    x: Tensor,
-    constants: dict,
-    after: tuple = (),
-    numbers: bool | None = None,
-    transition: bool = True,
-    packing: Packing | None = None,
-    rows: Tensor | None = None,
-    out: Tensor | None = None,
-    pieces: Pieces | None = None,
-    between: Callable = lambda left: None,
-) -> tuple[Tensor, Tensor | None]:
+    kernel, table: dict | tuple, given: tuple, sizes: tuple[int, ...], *strides: int, x: Tensor,
+    constants: dict, after: tuple = (), numbers: bool | None = None, transition: bool = True,
+    packing: Packing | None = None, rows: Tensor | None = None, out: Tensor | None = None,
+    pieces: Pieces | None = None, between: Callable = lambda left: None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Launch a kernel that makes maps of pieces; return S_ext [NP, HV, K, V] and M [NP, HV, K, K].
 
     Over ranks, where there is `out`, a kernel of a fused stage is launched twice: for NEAR chunks
@@ -387,15 +369,10 @@ def cp_merge(
 
 
 def cp_join(
-    S_ext: Tensor,
-    M: Tensor,
-    initial_state: Tensor | None = None,
-    *,
-    reverse: bool = False,
-    offsets: Tensor | None = None,
-    rows: Tensor | None = None,
+    S_ext: Tensor, M: Tensor, initial_state: Tensor | None = None, *, reverse: bool = False,
+    offsets: Tensor | None = None, rows: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch join_kernel; arguments and result as in the reference, and:
 
     Args:

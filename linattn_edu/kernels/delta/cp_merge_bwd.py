@@ -104,19 +104,9 @@ MAP_CHANNEL_CONFIGS = CHANNEL_CONFIGS
 
 
 def piece_map_bwd(
-    q: Tensor,
-    k: Tensor | None,
-    w: Tensor | None,
-    gc: Tensor,
-    do: Tensor,
-    dv_new: Tensor | None,
-    dht: Tensor | None = None,
-    P: Tensor | None = None,
-    *,
-    scale: float,
-    chunk_size: int,
-    **which,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor | None, w: Tensor | None, gc: Tensor, do: Tensor, dv_new: Tensor | None,
+    dht: Tensor | None = None, P: Tensor | None = None, *, scale: float, chunk_size: int, **which,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Launch piece_map_bwd_kernel; arguments, result as in the reference; which: of launch_map."""
     given, sizes = (q, k, w, gc, do, dv_new, P, dht), (q.shape[2], *do.shape[2:])
     return launch_map(

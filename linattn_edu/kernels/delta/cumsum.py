@@ -63,13 +63,9 @@ def _launch(
 
 
 def cumsum(
-    x: Tensor,
-    *,
-    chunk_size: int,
-    reverse: bool = False,
-    scale: float = 1.0,
+    x: Tensor, *, chunk_size: int, reverse: bool = False, scale: float = 1.0,
     packing: Packing | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Launch cumsum_kernel; arguments and result as in the reference."""
     NT, *chunks = chunk_args(x, chunk_size, packing)
     return _launch(x, NT, chunks, scale, reverse, chunk_size, min(chunk_size, BLOCK))

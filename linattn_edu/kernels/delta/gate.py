@@ -174,13 +174,9 @@ def gate(
 
 
 def layer_gate_bwd(
-    dy: Tensor,
-    g: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None = None,
-    *,
+    dy: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None = None, *,
     lower_bound: float | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Launch layer_gate_bwd_kernel; arguments and result as in the reference."""
     n, (D, PER, width) = g.shape[0] * g.shape[1], columns(g)
     dg = torch.empty_like(g)

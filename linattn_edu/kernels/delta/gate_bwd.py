@@ -63,15 +63,9 @@ def gate_bwd_kernel(
 
 
 def gate_bwd(
-    dgc: Tensor,
-    g: Tensor,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    *,
-    lower_bound: float | None = None,
-    chunk_size: int,
-    packing: Packing | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    dgc: Tensor, g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, *,
+    lower_bound: float | None = None, chunk_size: int, packing: Packing | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Launch gate_bwd_kernel; arguments and result as in the reference."""
     return launch_gate_bwd(dgc, g, A_log, dt_bias, None, lower_bound, chunk_size, packing)
 

@@ -46,14 +46,9 @@ def gate_cumsum_kernel(
 
 
 def gate_cumsum(
-    g: Tensor,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    *,
-    lower_bound: float | None = None,
-    chunk_size: int,
-    packing: Packing | None = None,
-) -> Tensor:
+    g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, *,
+    lower_bound: float | None = None, chunk_size: int, packing: Packing | None = None,
+) -> Tensor:  # fmt: skip
     """Launch gate_cumsum_kernel; arguments and result as in the reference."""
     D, PER, width = columns(g)
     gc = torch.empty_like(g, dtype=torch.float32)

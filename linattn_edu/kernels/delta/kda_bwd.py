@@ -148,14 +148,9 @@ CONFIGS = value_table(row(4, 2, BK=64, BV=256))
 
 
 def kda_output_bwd(
-    v_new: Tensor,
-    h: Tensor,
-    do: Tensor,
-    *,
-    scale: float,
-    chunk_size: int,
+    v_new: Tensor, h: Tensor, do: Tensor, *, scale: float, chunk_size: int,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch kda_output_bwd_kernel; arguments and result as in the reference."""
     B, T, HV, V = v_new.shape
     K = h.shape[3]
@@ -170,16 +165,9 @@ def kda_output_bwd(
 
 
 def kda_wy_bwd(
-    v: Tensor,
-    beta: Tensor,
-    A: Tensor,
-    h: Tensor,
-    v_new: Tensor,
-    dh: Tensor,
-    dv_new: Tensor,
-    *,
+    v: Tensor, beta: Tensor, A: Tensor, h: Tensor, v_new: Tensor, dh: Tensor, dv_new: Tensor, *,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch kda_wy_bwd_kernel; arguments and result as in the reference."""
     B, T, HV, V = v.shape
     K, chunk_size = h.shape[3], A.shape[-1]

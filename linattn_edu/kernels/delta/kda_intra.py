@@ -103,11 +103,9 @@ def kda_scores_kernel(
     NB: tl.constexpr = BT // 16
     NK: tl.constexpr = (K + BK - 1) // BK
     pid = listed(tl.program_id(0), items_ptr, NB)
-    if pid < 0:
-        return
     b = pid % NB
-    i_h, _, first, n_t = chunk_of(pid // NB, cu_ptr, chunks_ptr, T, HV, BT)
-    if b * 16 >= n_t:
+    i_h, _, first, n_t = chunk_of(tl.maximum(pid, 0) // NB, cu_ptr, chunks_ptr, T, HV, BT)
+    if (pid < 0) | (b * 16 >= n_t):
         return
     q_ptr += (first * H + i_h // (HV // H)) * K
     k_ptr += (first * H + i_h // (HV // H)) * K
@@ -148,12 +146,10 @@ def kda_scores_kernel(
             store_tile(qg_ptr + i, b_E * b_q, o_i, o_k, HV * K, n_t, K)
 
     # the blocks to the left, where no exponent is positive, and at last the one on the diagonal
-    b_P = tl.zeros([16, 16], dtype=tl.float32)
-    b_L = tl.zeros([16, 16], dtype=tl.float32)
+    b_P, b_L = tl.zeros([16, 16], dtype=tl.float32), tl.zeros([16, 16], dtype=tl.float32)
     for c in range(b if HALVE == ALL else b + 1):
         o_j = c * 16 + o
-        b_P = tl.zeros([16, 16], dtype=tl.float32)
-        b_L = tl.zeros([16, 16], dtype=tl.float32)
+        b_P, b_L = tl.zeros([16, 16], dtype=tl.float32), tl.zeros([16, 16], dtype=tl.float32)
         for j in tl.static_range(NK):
             o_k = j * BK + tl.arange(0, BK)
             b_E = load_vector(a_ptr, o_k, K)[None, :]
@@ -246,17 +242,10 @@ def halving(dtype: torch.dtype, lower_bound: float | None = None) -> int:
 
 
 def kda_intra(
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    *,
-    chunk_size: int,
-    lower_bound: float | None = None,
-    packing: Packing | None = None,
-    precision: str = "tf32x3",
+    q: Tensor, k: Tensor, beta: Tensor, gc: Tensor, *, chunk_size: int,
+    lower_bound: float | None = None, packing: Packing | None = None, precision: str = "tf32x3",
     items: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch both kernels; arguments and result as in the reference; items: of `listed`, or None:
     all.
     """

@@ -220,11 +220,9 @@ def kda_intra_bwd_kernel(
     """
     NB: tl.constexpr = BT // 16
     pid = listed(tl.program_id(0), items_ptr, NB)
-    if pid < 0:
-        return
     b = pid % NB
-    i_h, i_c, first, n_t = chunk_of(pid // NB, cu_ptr, chunks_ptr, T, HV, BT)
-    if b * 16 >= n_t:
+    i_h, i_c, first, n_t = chunk_of(tl.maximum(pid, 0) // NB, cu_ptr, chunks_ptr, T, HV, BT)
+    if (pid < 0) | (b * 16 >= n_t):
         return
     i = first * HV + i_h
     q_ptr += (first * H + i_h // (HV // H)) * K
@@ -407,21 +405,10 @@ FINE, NEAR_FINE = row(2, 2, BK=32), row(4, 2, BK=32)
 
 
 def kda_intra_bwd(
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    dP: Tensor,
-    dL: Tensor,
-    dqg: Tensor,
-    dkb: Tensor,
-    dkg: Tensor,
-    dgl: Tensor,
-    dbeta: Tensor | None = None,
-    *,
-    packing: Packing | None = None,
-    precision: str = "tf32x3",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, beta: Tensor, gc: Tensor, dP: Tensor, dL: Tensor, dqg: Tensor,
+    dkb: Tensor, dkg: Tensor, dgl: Tensor, dbeta: Tensor | None = None, *,
+    packing: Packing | None = None, precision: str = "tf32x3",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch both kernels; arguments and result as in the reference, but dbeta is added to in
     place.
     """

@@ -74,18 +74,10 @@ def kda_scan_kernel(
 
 
 def kda_scan(
-    qg: Tensor,
-    kg: Tensor,
-    w: Tensor,
-    u: Tensor,
-    gc: Tensor,
-    P: Tensor,
-    initial_state: Tensor | None = None,
-    *,
-    scale: float,
-    output_final_state: bool = False,
+    qg: Tensor, kg: Tensor, w: Tensor, u: Tensor, gc: Tensor, P: Tensor,
+    initial_state: Tensor | None = None, *, scale: float, output_final_state: bool = False,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Launch kda_scan_kernel; arguments and result as in the reference."""
     HV, K = kg.shape[2:]
     V, chunk_size = u.shape[-1], P.shape[-1]

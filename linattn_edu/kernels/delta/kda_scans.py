@@ -63,19 +63,10 @@ def kda_scans_kernel(
 
 
 def kda_scans(
-    qg: Tensor,
-    kg: Tensor,
-    w: Tensor,
-    u: Tensor,
-    gc: Tensor,
-    P: Tensor,
-    do: Tensor,
-    initial_state: Tensor | None = None,
-    dht: Tensor | None = None,
-    *,
-    scale: float,
+    qg: Tensor, kg: Tensor, w: Tensor, u: Tensor, gc: Tensor, P: Tensor, do: Tensor,
+    initial_state: Tensor | None = None, dht: Tensor | None = None, *, scale: float,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch kda_scans_kernel; arguments and result as in the reference."""
     HV, K = kg.shape[2:]
     V, chunk_size = u.shape[3], P.shape[3]

@@ -8,6 +8,7 @@ from torch import Tensor
 from linattn_edu.kernels.tiles import INTERPRETED, cdiv, load_row, load_tile, store_tile
 
 ELEMENTS = 4096  # of a program's tile
+EPS = 1e-6  # where the caller names none
 
 
 @triton.jit
@@ -46,18 +47,25 @@ def rstd_of(b_sum, b_scaled):
 
 
 @triton.jit
+def unit_of(b_x, eps):
+    """Rows of a tile in fp32 divided by their lengths, and the reciprocals of these."""
+    # eq:delta-l2norm   y = x / sqrt(sum x^2 + eps)
+    b_s = power(tl.max(tl.abs(b_x), 1), eps)
+    b_x *= b_s[:, None]
+    b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) + eps * b_s * b_s)
+    return b_rstd[:, None] * b_x, b_s * b_rstd
+
+
+@triton.jit
 def l2norm_kernel(x_ptr, y_ptr, rstd_ptr, n, eps, D: tl.constexpr, BR: tl.constexpr,
                   BD: tl.constexpr):  # fmt: skip
     """One program: BR rows.  Grid (n / BR).  Reference: linattn_edu.reference.delta.l2norm."""
     first = tl.program_id(0).to(tl.int64) * BR
     o_r, o_d = tl.arange(0, BR), tl.arange(0, BD)
     b_x = load_tile(x_ptr + first * D, o_r, o_d, D, n - first, D).to(tl.float32)  # [BR, BD]
-    # eq:delta-l2norm   y = x / sqrt(sum x^2 + eps)
-    b_s = power(tl.max(tl.abs(b_x), 1), eps)
-    b_x *= b_s[:, None]
-    b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) + eps * b_s * b_s)
-    store_tile(y_ptr + first * D, b_rstd[:, None] * b_x, o_r, o_d, D, n - first, D)
-    tl.store(rstd_ptr + first + o_r, b_s * b_rstd, mask=o_r < n - first)
+    b_y, b_rstd = unit_of(b_x, eps)
+    store_tile(y_ptr + first * D, b_y, o_r, o_d, D, n - first, D)
+    tl.store(rstd_ptr + first + o_r, b_rstd, mask=o_r < n - first)
 
 
 @triton.jit
@@ -79,7 +87,7 @@ def _tiles(D: int) -> dict[str, int]:
     return {"D": D, "BD": BD, "BR": max(1, ELEMENTS // BD)}
 
 
-def l2norm(x: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+def l2norm(x: Tensor, eps: float = EPS) -> tuple[Tensor, Tensor]:
     """Launch l2norm_kernel; arguments and result as in the reference."""
     y, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
     n, tiles = rstd.numel(), _tiles(x.shape[-1])

@@ -82,17 +82,9 @@ CONFIGS = {
 
 
 def output(
-    q: Tensor,
-    k: Tensor | None,
-    v_new: Tensor,
-    h: Tensor,
-    gc: Tensor | None,
-    P: Tensor | None = None,
-    *,
-    scale: float,
-    chunk_size: int,
-    packing: Packing | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor | None, v_new: Tensor, h: Tensor, gc: Tensor | None,
+    P: Tensor | None = None, *, scale: float, chunk_size: int, packing: Packing | None = None,
+) -> Tensor:  # fmt: skip
     """Launch output_kernel; arguments and result as in the reference."""
     _, T, H, K = q.shape
     HV, V = v_new.shape[2:]

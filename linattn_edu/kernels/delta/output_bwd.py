@@ -106,17 +106,9 @@ CONFIGS = value_table(row(4, 3, BK=64, BV=256))
 
 
 def output_bwd(
-    q: Tensor,
-    k: Tensor,
-    v_new: Tensor,
-    h: Tensor,
-    gc: Tensor,
-    do: Tensor,
-    *,
-    scale: float,
-    chunk_size: int,
-    packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v_new: Tensor, h: Tensor, gc: Tensor, do: Tensor, *, scale: float,
+    chunk_size: int, packing: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch output_bwd_kernel; arguments and result as in the reference."""
     _, T, H, K = q.shape
     HV, V = v_new.shape[2:]

@@ -376,29 +376,13 @@ BV_BWD = 16
 
 
 def recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor | None,
-    *,
-    gk: Tensor | None = None,
-    gv: Tensor | None = None,
-    write: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    lower_bound: float | None = None,
-    normalise: bool = False,
-    sigmoid: int = 0,
-    v_first: bool = False,
-    inplace: bool = False,
-    output_final_state: bool = True,
-    cu_seqlens: Tensor | None = None,
-    indices: Tensor | None = None,
-    accepted: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, *,
+    gk: Tensor | None = None, gv: Tensor | None = None, write: Tensor | None = None,
+    scale: float | None = None, initial_state: Tensor | None = None, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, lower_bound: float | None = None, normalise: bool = False,
+    sigmoid: int = 0, v_first: bool = False, inplace: bool = False, output_final_state: bool = True,
+    cu_seqlens: Tensor | None = None, indices: Tensor | None = None, accepted: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Launch recurrent_kernel; arguments and result as in the reference, and in the kernel:
 
     A_log, dt_bias: [HV]; g is then the raw gate. Without g it is gk, dt_bias is [HV * K], and with
@@ -431,21 +415,11 @@ def recurrent(
 
 
 def recurrent_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor,
-    do: Tensor,
-    dht: Tensor | None = None,
-    *,
-    gk: Tensor | None = None,
-    gv: Tensor | None = None,
-    write: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, do: Tensor,
+    dht: Tensor | None = None, *, gk: Tensor | None = None, gv: Tensor | None = None,
+    write: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Launch recurrent_bwd_kernel; arguments and result as in the reference.
 
     cu_seqlens: [N + 1] int64, of sequences packed into a batch of one.

@@ -278,29 +278,12 @@ def _sizes(keys: Tensor, writes: Tensor, decays: Tensor, counts: Tensor) -> dict
 
 
 def replay(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    beta: Tensor,
-    state: Tensor,
-    keys: Tensor,
-    writes: Tensor,
-    decays: Tensor,
-    counts: Tensor,
-    indices: Tensor | None = None,
-    accepted: Tensor | None = None,
-    *,
-    length: int,
-    gk: Tensor | None = None,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    lower_bound: float | None = None,
-    scale: float | None = None,
-    normalise: bool = False,
-    sigmoid: int = 0,
-    v_first: bool = False,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tensor, keys: Tensor,
+    writes: Tensor, decays: Tensor, counts: Tensor, indices: Tensor | None = None,
+    accepted: Tensor | None = None, *, length: int, gk: Tensor | None = None,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None,
+    scale: float | None = None, normalise: bool = False, sigmoid: int = 0, v_first: bool = False,
+) -> Tensor:  # fmt: skip
     """Launch replay_kernel; arguments and result as in the reference, and in the kernel:
 
     A_log, dt_bias, lower_bound, sigmoid, v_first: as in recurrent.
@@ -319,16 +302,9 @@ def replay(
 
 
 def commit(
-    state: Tensor,
-    keys: Tensor,
-    writes: Tensor,
-    decays: Tensor,
-    counts: Tensor,
-    indices: Tensor,
-    accepted: Tensor | None = None,
-    *,
-    v_first: bool = False,
-) -> Tensor:
+    state: Tensor, keys: Tensor, writes: Tensor, decays: Tensor, counts: Tensor, indices: Tensor,
+    accepted: Tensor | None = None, *, v_first: bool = False,
+) -> Tensor:  # fmt: skip
     """Launch commit_kernel; arguments as in the reference, v_first as in replay."""
     sizes, folded = _sizes(keys, writes, decays, counts), counts.new_empty(len(indices))
     commit_kernel[(len(indices) * sizes["HV"] * counts.shape[2],)](

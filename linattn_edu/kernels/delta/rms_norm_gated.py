@@ -160,15 +160,9 @@ def _tiles(
 
 
 def rms_norm_gated(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    z: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    norm_before_gate: bool = True,
-    activation: str = "silu",
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, z: Tensor | None = None, *,
+    eps: float = 1e-6, norm_before_gate: bool = True, activation: str = "silu",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch rms_norm_gated_kernel; arguments and results as in the reference."""
     y, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
     n, tiles = _tiles(x, z, norm_before_gate, activation, 2)
@@ -178,16 +172,9 @@ def rms_norm_gated(
 
 
 def rms_norm_gated_bwd(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    z: Tensor | None,
-    rstd: Tensor,
-    dy: Tensor,
-    *,
-    norm_before_gate: bool = True,
-    activation: str = "silu",
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, z: Tensor | None, rstd: Tensor,
+    dy: Tensor, *, norm_before_gate: bool = True, activation: str = "silu",
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Launch rms_norm_gated_bwd_kernel and add up its parts; the rest as in the reference."""
     n, tiles = _tiles(x, z, norm_before_gate, activation, 4)
     each = cdiv(cdiv(n, tiles["BR"]), PARTS)

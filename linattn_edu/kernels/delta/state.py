@@ -131,18 +131,10 @@ FREE = scan_table(
 
 
 def state(
-    k: Tensor,
-    w: Tensor | None,
-    u: Tensor,
-    gc: Tensor,
-    initial_state: Tensor | None = None,
-    gs: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    *,
-    chunk_size: int,
-    output_final_state: bool = False,
-    packing: Packing | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    k: Tensor, w: Tensor | None, u: Tensor, gc: Tensor, initial_state: Tensor | None = None,
+    gs: Tensor | None = None, seq_idx: Tensor | None = None, *, chunk_size: int,
+    output_final_state: bool = False, packing: Packing | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Launch state_kernel; arguments and result as in the reference."""
     H, K = k.shape[2:]
     HV, V = u.shape[2:]

@@ -186,21 +186,11 @@ FREE = scan_table(
 
 
 def state_bwd(
-    q: Tensor,
-    k: Tensor | None,
-    w: Tensor | None,
-    gc: Tensor,
-    do: Tensor,
-    dv_new: Tensor | None,
-    dht: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    P: Tensor | None = None,
-    *,
-    scale: float,
-    chunk_size: int,
-    packing: Packing | None = None,
+    q: Tensor, k: Tensor | None, w: Tensor | None, gc: Tensor, do: Tensor, dv_new: Tensor | None,
+    dht: Tensor | None = None, seq_idx: Tensor | None = None, P: Tensor | None = None, *,
+    scale: float, chunk_size: int, packing: Packing | None = None,
     maps: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Launch the kernel that suits the gates; arguments and result as in the reference.
 
     maps: of ssd_ends_bwd, of the pieces that are then scanned side by side.

@@ -148,17 +148,9 @@ def way_of(pid, warmup_ptr, cu_ptr, offsets_ptr, T, N, HV: tl.constexpr, V: tl.c
 
 
 def warm_up(
-    k: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    V: int,
-    *,
-    chunk_size: int,
-    back: bool = False,
-    choice: bool = True,
-    always: bool = False,
-    packing: Packing | None = None,
-) -> tuple[Pieces, list[Tensor | None]]:
+    k: Tensor, beta: Tensor, gc: Tensor, V: int, *, chunk_size: int, back: bool = False,
+    choice: bool = True, always: bool = False, packing: Packing | None = None,
+) -> tuple[Pieces, list[Tensor | None]]:  # fmt: skip
     """Launch bound_kernel and warm_up_kernel, where heads of V values are enough for such pieces.
 
     beta: [B, T, HV], or R [B, T, HV, C], whose diagonal it is.

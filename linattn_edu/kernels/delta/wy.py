@@ -109,16 +109,9 @@ CHANNEL_CONFIGS = {"hopper": {2: row(4, 2, BK=128, BV=128)}}
 
 
 def wy(
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    A: Tensor,
-    q: Tensor | None = None,
-    write: Tensor | None = None,
-    *,
-    packing: Packing | None = None,
-) -> tuple[Tensor, ...]:
+    k: Tensor, v: Tensor, beta: Tensor, gc: Tensor, A: Tensor, q: Tensor | None = None,
+    write: Tensor | None = None, *, packing: Packing | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Launch wy_kernel; arguments and result as in the reference."""
     B, T, H, K = k.shape
     HV, V = v.shape[2:]

@@ -133,20 +133,9 @@ CONFIGS = value_table(row(4, 2, BK=64, BV=256))
 
 
 def wy_bwd(
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gc: Tensor,
-    A: Tensor,
-    h: Tensor,
-    v_new: Tensor,
-    dh: Tensor,
-    dv_new: Tensor,
-    dk: Tensor,
-    dgc: Tensor,
-    *,
-    packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    k: Tensor, v: Tensor, beta: Tensor, gc: Tensor, A: Tensor, h: Tensor, v_new: Tensor, dh: Tensor,
+    dv_new: Tensor, dk: Tensor, dgc: Tensor, *, packing: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch wy_bwd_kernel; arguments and result as in the reference, but dk and dgc are added to
     in place.
     """

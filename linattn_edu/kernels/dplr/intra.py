@@ -214,6 +214,6 @@ def dplr_intra(
     )  # fmt: skip
     # eq:dplr-inverse   M = (I - ab)^-1
     kda_inverse_kernel[(NT * H,)](
-        L, M, *chunks, T, H, BT=chunk_size, PRECISION=merge_precision(k.dtype), num_warps=1
+        L, M, None, *chunks, T, H, BT=chunk_size, PRECISION=merge_precision(k.dtype), num_warps=1
     )
     return M, *scores, *rows

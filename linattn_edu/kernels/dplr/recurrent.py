@@ -160,18 +160,10 @@ def dplr_recurrent_bwd_kernel(
 
 
 def dplr_recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    gk: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    reverse: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, *,
+    scale: float | None = None, initial_state: Tensor | None = None, reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch dplr_recurrent_kernel; arguments and result as in the reference.
 
     cu_seqlens: [N + 1] int64, of sequences packed into a batch of one.
@@ -190,20 +182,10 @@ def dplr_recurrent(
 
 
 def dplr_recurrent_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    gk: Tensor,
-    do: Tensor,
-    dht: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, do: Tensor,
+    dht: Tensor | None = None, *, scale: float | None = None, initial_state: Tensor | None = None,
+    reverse: bool = False, cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Launch dplr_recurrent_bwd_kernel; arguments and result as in the reference.
 
     cu_seqlens: [N + 1] int64, of sequences packed into a batch of one.

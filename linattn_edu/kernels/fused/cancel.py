@@ -105,6 +105,6 @@ def those(
     ways, (items, others) = torch.empty_like(cancels), cancels.new_empty(2, 1 + NT * H)
     those_kernel[(1,)](
         cancels, ways, items, others, chunks, T, NT * H, cancels.numel(), H, cancels.shape[1],
-        chunk_size, BR=1024, num_warps=8,
+        chunk_size, BR=4096, num_warps=16,
     )  # fmt: skip
     return ways, items, others

@@ -146,15 +146,10 @@ def decay_within_transposed(b_gc, b_id, o_t, seq_ptr):
 
 
 def chunk_cumsum(
-    dt: Tensor,
-    A: Tensor,
-    dt_bias: Tensor | None = None,
-    *,
-    softplus: bool = False,
-    limit: tuple[float, float] = (0.0, float("inf")),
-    chunk_size: int,
+    dt: Tensor, A: Tensor, dt_bias: Tensor | None = None, *, softplus: bool = False,
+    limit: tuple[float, float] = (0.0, float("inf")), chunk_size: int,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch chunk_cumsum_kernel; arguments and result as in the reference."""
     _, T, H = dt.shape
     step, gc = (torch.empty_like(dt, dtype=torch.float32) for _ in range(2))
@@ -167,15 +162,10 @@ def chunk_cumsum(
 
 
 def chunk_cumsum_log(
-    dt: Tensor,
-    A: Tensor,
-    dt_bias: Tensor | None = None,
-    *,
-    softplus: bool = False,
-    limit: tuple[float, float] = (0.0, float("inf")),
-    chunk_size: int,
+    dt: Tensor, A: Tensor, dt_bias: Tensor | None = None, *, softplus: bool = False,
+    limit: tuple[float, float] = (0.0, float("inf")), chunk_size: int,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch chunk_cumsum_log_kernel; arguments and result as in the reference.
 
     In memory the tokens of a head are side by side: a program of the fused stages reads one head.

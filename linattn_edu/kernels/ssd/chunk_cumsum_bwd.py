@@ -59,19 +59,11 @@ def chunk_cumsum_bwd_kernel(
 
 
 def chunk_cumsum_bwd(
-    dgc: Tensor,
-    dlast: Tensor,
-    dstep: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    dt_bias: Tensor | None = None,
-    m: Tensor | None = None,
-    *,
-    softplus: bool = False,
-    limit: tuple[float, float] = (0.0, float("inf")),
-    chunk_size: int,
+    dgc: Tensor, dlast: Tensor, dstep: Tensor, dt: Tensor, A: Tensor, dt_bias: Tensor | None = None,
+    m: Tensor | None = None, *, softplus: bool = False,
+    limit: tuple[float, float] = (0.0, float("inf")), chunk_size: int,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Launch chunk_cumsum_bwd_kernel; arguments and result as in the reference."""
     _, T, H = dt.shape
     dgc, dstep, m = (

@@ -79,19 +79,10 @@ CONFIGS = {
 
 
 def chunk_scan(
-    C: Tensor,
-    B: Tensor,
-    x: Tensor,
-    step: Tensor,
-    gc: Tensor,
-    h: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    *,
-    chunk_size: int,
+    C: Tensor, B: Tensor, x: Tensor, step: Tensor, gc: Tensor, h: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, seq_idx: Tensor | None = None, *, chunk_size: int,
     packing: Packing | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Launch chunk_scan_kernel; arguments and result as in the reference."""
     _, T, H, P = x.shape
     G, N = B.shape[2:]

@@ -61,17 +61,9 @@ CONFIGS = {
 
 
 def chunk_scan_bwd_da_cs(
-    C: Tensor,
-    B: Tensor,
-    x: Tensor,
-    step: Tensor,
-    gc: Tensor,
-    dy: Tensor,
-    seq_idx: Tensor | None = None,
-    *,
-    chunk_size: int,
-    packing: Packing | None = None,
-) -> Tensor:
+    C: Tensor, B: Tensor, x: Tensor, step: Tensor, gc: Tensor, dy: Tensor,
+    seq_idx: Tensor | None = None, *, chunk_size: int, packing: Packing | None = None,
+) -> Tensor:  # fmt: skip
     """Launch chunk_scan_bwd_da_cs_kernel; arguments and result as in the reference."""
     _, T, H, P = x.shape
     G, N = B.shape[2:]

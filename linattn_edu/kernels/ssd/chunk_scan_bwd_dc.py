@@ -90,19 +90,10 @@ CONFIGS = {
 
 
 def chunk_scan_bwd_dc(
-    C: Tensor,
-    B: Tensor,
-    x: Tensor,
-    step: Tensor,
-    gc: Tensor,
-    h: Tensor,
-    dy: Tensor,
-    dB_state: Tensor,
-    seq_idx: Tensor | None = None,
-    *,
-    chunk_size: int,
+    C: Tensor, B: Tensor, x: Tensor, step: Tensor, gc: Tensor, h: Tensor, dy: Tensor,
+    dB_state: Tensor, seq_idx: Tensor | None = None, *, chunk_size: int,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch chunk_scan_bwd_dc_kernel; arguments and result as in the reference."""
     batch, T, H, P = x.shape
     G, N = B.shape[2:]

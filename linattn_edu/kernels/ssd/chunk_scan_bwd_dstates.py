@@ -44,14 +44,9 @@ def chunk_scan_bwd_dstates_kernel(
 
 
 def chunk_scan_bwd_dstates(
-    C: Tensor,
-    gc: Tensor,
-    dy: Tensor,
-    seq_idx: Tensor | None = None,
-    *,
-    chunk_size: int,
+    C: Tensor, gc: Tensor, dy: Tensor, seq_idx: Tensor | None = None, *, chunk_size: int,
     packing: Packing | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Launch chunk_scan_bwd_dstates_kernel; arguments and result as in the reference."""
     _, T, H, P = dy.shape
     G, N = C.shape[2:]

@@ -92,19 +92,10 @@ CONFIGS = {
 
 
 def chunk_scan_chunk_state_bwd_dx(
-    C: Tensor,
-    B: Tensor,
-    x: Tensor,
-    step: Tensor,
-    gc: Tensor,
-    ds: Tensor,
-    dy: Tensor,
-    D: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    *,
-    chunk_size: int,
+    C: Tensor, B: Tensor, x: Tensor, step: Tensor, gc: Tensor, ds: Tensor, dy: Tensor,
+    D: Tensor | None = None, seq_idx: Tensor | None = None, *, chunk_size: int,
     packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Launch chunk_scan_chunk_state_bwd_dx_kernel; arguments and result as in the reference."""
     _, T, H, P = x.shape
     G, N = B.shape[2:]

@@ -54,15 +54,9 @@ CONFIGS = {
 
 
 def chunk_state(
-    B: Tensor,
-    x: Tensor,
-    step: Tensor,
-    gc: Tensor,
-    seq_idx: Tensor | None = None,
-    *,
-    chunk_size: int,
-    packing: Packing | None = None,
-) -> Tensor:
+    B: Tensor, x: Tensor, step: Tensor, gc: Tensor, seq_idx: Tensor | None = None, *,
+    chunk_size: int, packing: Packing | None = None,
+) -> Tensor:  # fmt: skip
     """Launch chunk_state_kernel; arguments and result as in the reference."""
     _, T, H, P = x.shape
     G, N = B.shape[2:]

@@ -71,16 +71,9 @@ CONFIGS = {
 
 
 def chunk_state_bwd_db(
-    B: Tensor,
-    x: Tensor,
-    step: Tensor,
-    gc: Tensor,
-    ds: Tensor,
-    seq_idx: Tensor | None = None,
-    *,
-    chunk_size: int,
-    packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    B: Tensor, x: Tensor, step: Tensor, gc: Tensor, ds: Tensor, seq_idx: Tensor | None = None, *,
+    chunk_size: int, packing: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch chunk_state_bwd_db_kernel; arguments and result as in the reference."""
     batch, T, H, P = x.shape
     G, N = B.shape[2:]

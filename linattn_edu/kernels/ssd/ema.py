@@ -264,15 +264,9 @@ def later_pieces(x: Tensor, chunk_size: int, packing: Packing | None) -> int:
 
 
 def piece_parts(
-    x: Tensor,
-    g: Tensor | None,
-    gc: Tensor,
-    weight: Tensor | None,
-    *,
-    chunk_size: int,
-    packing: Packing | None,
-    reverse: bool = False,
-) -> tuple[Tensor, Tensor, int]:
+    x: Tensor, g: Tensor | None, gc: Tensor, weight: Tensor | None, *, chunk_size: int,
+    packing: Packing | None, reverse: bool = False,
+) -> tuple[Tensor, Tensor, int]:  # fmt: skip
     """Launch ema_piece_kernel where there are later pieces; return its results, and how many.
 
     Where there are none, other tensors stand for them: a kernel compiled without pieces need not
@@ -294,17 +288,10 @@ def piece_parts(
 
 
 def ema(
-    x: Tensor,
-    g: Tensor,
-    gc: Tensor,
-    weight: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    *,
-    chunk_size: int,
-    output_final_state: bool = False,
-    return_states: bool = True,
-    packing: Packing | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    x: Tensor, g: Tensor, gc: Tensor, weight: Tensor | None = None,
+    initial_state: Tensor | None = None, *, chunk_size: int, output_final_state: bool = False,
+    return_states: bool = True, packing: Packing | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Launch ema_piece_kernel and ema_kernel; arguments and results as in the reference."""
     _, T, H, D = x.shape
     y = torch.empty_like(x)

@@ -136,17 +136,9 @@ def total(parts: Tensor, like: Tensor) -> Tensor:
 
 
 def ema_bwd(
-    x: Tensor,
-    g: Tensor,
-    gc: Tensor,
-    weight: Tensor | None,
-    h: Tensor,
-    dy: Tensor,
-    dht: Tensor | None = None,
-    *,
-    chunk_size: int,
-    packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    x: Tensor, g: Tensor, gc: Tensor, weight: Tensor | None, h: Tensor, dy: Tensor,
+    dht: Tensor | None = None, *, chunk_size: int, packing: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     """Launch ema_piece_kernel, ema_bwd_kernel, total_kernel; the rest as in the reference."""
     B, T, H, D = x.shape
     config = width(x)

@@ -203,21 +203,10 @@ def _tile(state: Tensor, sequences: int) -> tuple[int, int, int]:
 
 
 def selective_state_update(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    indices: Tensor | None = None,
-    accepted: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    *,
-    softplus: bool = False,
-) -> Tensor:
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, indices: Tensor | None = None,
+    accepted: Tensor | None = None, cu_seqlens: Tensor | None = None, *, softplus: bool = False,
+) -> Tensor:  # fmt: skip
     """Launch the kernel of one token, or with cu_seqlens of several; arguments and result as in the
     reference.
 

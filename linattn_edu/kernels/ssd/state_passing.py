@@ -64,15 +64,9 @@ BD = 512  # numbers a program: 16 bytes a thread of 4 warps, and many programs f
 
 
 def state_passing(
-    s: Tensor,
-    gc: Tensor,
-    initial_state: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    *,
-    chunk_size: int,
-    output_final_state: bool = False,
-    packing: Packing | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    s: Tensor, gc: Tensor, initial_state: Tensor | None = None, seq_idx: Tensor | None = None, *,
+    chunk_size: int, output_final_state: bool = False, packing: Packing | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Launch state_passing_kernel; arguments and result as in the reference."""
     H, N, P = s.shape[2:]
     sequences, *bounds = sequence_args(gc, packing)

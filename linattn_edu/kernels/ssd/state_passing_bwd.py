@@ -54,15 +54,9 @@ def state_passing_bwd_kernel(
 
 
 def state_passing_bwd(
-    dh_out: Tensor,
-    gc: Tensor,
-    h: Tensor,
-    dht: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    *,
-    chunk_size: int,
-    packing: Packing | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dh_out: Tensor, gc: Tensor, h: Tensor, dht: Tensor | None = None, seq_idx: Tensor | None = None,
+    *, chunk_size: int, packing: Packing | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch state_passing_bwd_kernel, then add its parts of dlast; as in the reference."""
     H, N, P = dh_out.shape[2:]
     sequences, *bounds = sequence_args(gc, packing)

@@ -266,11 +266,12 @@ def prepared(
     dtype, halves = q.dtype, 0
     if beyond and not return_states and _in_halves(impl, q, v, chunk_size):
         # of all heads, where a part of a sequence decides as the whole
-        halves = 2 if invariant or normalise or place.group else 1
+        halves = 2 if invariant or place.group else 1
     if (beyond and not halves) or impl == "reference":  # where it costs no time
         q, k, v = in_float32(q, k, v)
-    if normalise and halves:  # rounded, a key of unit length would have another
+    if normalise and halves == 2:  # rounded, a key of unit length would have another
         q, k = in_float32(q, k)
+    raw = (q.detach(), k.detach()) if normalise and halves == 1 else (None, None)
     if normalise:
         q, k = unit(q, impl), unit(k, impl)
     save = ("P A", "P A P_fine A_fine cancels", "P_fine A_fine")[halves]
@@ -286,7 +287,7 @@ def prepared(
         else:
             save, fused = "P A gc w kg qg h v_new", 0
     given = (
-        q, k, v, g, *strength, A_log, dt_bias, place.entering(initial_state),
+        q, k, v, g, *strength, A_log, dt_bias, place.entering(initial_state), *raw,
         *place.bounds, scale, gate_bound, safe_bound, output_final_state or place.writes,
         chunk_size, fused, halves, place.group, impl, "h" if return_states else "",
     )  # fmt: skip
@@ -426,6 +427,8 @@ def declare(name: str, strength: dict[str, str], **more: object) -> Operator:
             "A_log": "HV?",
             "dt_bias": "HV K?",
             "initial_state": "N HV K V?",
+            "raw_q": "B T H K?",
+            "raw_k": "B T H K?",
         },
         {
             "o": like("B T HV V", "v", gradient="do"),
@@ -460,6 +463,7 @@ def declare(name: str, strength: dict[str, str], **more: object) -> Operator:
         packed="ranks",
         transition="HV K K",
         limited="k",
+        constants=("raw_q", "raw_k"),
         flops=partial(operations, keys=4),
         **more,
     )
@@ -478,6 +482,8 @@ def forward(
     beta: Tensor,
     *,
     write: Tensor | None = None,
+    raw_q: Tensor | None = None,
+    raw_k: Tensor | None = None,
     scale: float,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -493,7 +499,8 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Residuals]:
     """The chunked forward pass as a composition of stages (shapes as in chunk_kda).
 
-    write: The write gate of chunk_gdn2, whose erase gate beta is then.
+    write: The write gate of chunk_gdn2, whose erase gate beta is then. raw_q, raw_k: q and k before
+    they were divided by their lengths, with halves of some heads, or None.
     safe_bound: a promise that no log decay of a token is below it. halves: FusedStages hold kd, kg,
     v_new and Z as two numbers of bfloat16, and P and A in float32, of all heads (2), or, without
     cp, where numbers cancel (1). cp: what other ranks send and are sent. keep: the residuals that
@@ -509,8 +516,9 @@ def forward(
     options = {"chunk_size": chunk_size, **packed}
     if isinstance(stages, FusedStages):
         if halves == 1:
+            raw = None if raw_q is None else (raw_q, raw_k)
             o, last, *made = stages.kda_halves(
-                q, k, v, beta, g, A_log, dt_bias, write, initial_state, scale=scale,
+                q, k, v, beta, g, A_log, dt_bias, write, initial_state, raw, scale=scale,
                 output_final_state=output_final_state, lower_bound=lower_bound,
                 safe_bound=safe_bound, **options,
             )  # fmt: skip
@@ -598,6 +606,8 @@ def backward(
     dht: Tensor | None = None,
     *,
     write: Tensor | None = None,
+    raw_q: Tensor | None = None,
+    raw_k: Tensor | None = None,
     scale: float,
     initial_state: Tensor | None = None,
     A_log: Tensor | None = None,
@@ -614,11 +624,11 @@ def backward(
     compute the states always.
 
     Args:
-        do: Gradient of o.  dht: Gradient of the final state, or None.  write, halves, cp: as in the
-            forward pass.
+        do: Gradient of o.  dht: Gradient of the final state, or None.  write, raw_q, raw_k, halves,
+            cp: as in the forward pass.
     Returns:
         dq, dk, dv, dg, dbeta, with write its gradient, dA_log and ddt_bias (or None), and the
-        gradient of the initial state.
+        gradient of the initial state; None for raw_q and raw_k.
     Source: chapters 11, 12 and 24.
     """
     packed = {} if packing is None else {"packing": packing}
@@ -628,12 +638,13 @@ def backward(
     options = {"chunk_size": A.shape[-1], **packed}
     gate, again = {"lower_bound": lower_bound, **options}, gc is None
     if halves == 1:
+        raw = None if raw_q is None else (raw_q, raw_k)
         *made, dh0 = stages.kda_halves_bwd(
             q, k, v, beta, g, (P, A), tuple(fine), found, do, A_log, dt_bias, write, initial_state,
-            dht, scale=scale, **gate,
+            dht, raw, scale=scale, **gate,
         )  # fmt: skip
         dq, dk, dbeta, dg, dA_log, ddt_bias, dv, *dwrite = made
-        return dq, dk, dv, dg, dbeta, *dwrite, dA_log, ddt_bias, dh0
+        return dq, dk, dv, dg, dbeta, *dwrite, dA_log, ddt_bias, dh0, None, None
     if h is None and cp is not None:
         initial_state = cp.entering(crossing, initial_state)
     if isinstance(stages, FusedStages):
@@ -654,7 +665,7 @@ def backward(
             **gate | fine,
         )  # fmt: skip
         dv, *dwrite = of_values or (dv,)
-        return dq, dk, dv, dg, dbeta, *dwrite, dA_log, ddt_bias, dh0
+        return dq, dk, dv, dg, dbeta, *dwrite, dA_log, ddt_bias, dh0, None, None
     if again:
         gc = stages.gate_cumsum(g, A_log, dt_bias, **gate)
         w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, write, **packed)
@@ -681,4 +692,4 @@ def backward(
     del gc, dP, dL, dqg, dkb, dkg
     dg, dA_log, ddt_bias = stages.gate_bwd(dgc, g, A_log, dt_bias, **gate)
     dstrength = (dbeta,) if write is None else (dbeta, dstrength)
-    return dq, dk, dv, dg, *dstrength, dA_log, ddt_bias, dh0
+    return dq, dk, dv, dg, *dstrength, dA_log, ddt_bias, dh0, None, None
