@@ -28,7 +28,7 @@ from linattn_edu.kernels.gluon.scan_frame import (
     piece_of_program,
     residual,
     state_of,
-    store_state,
+    store_end,
 )
 from linattn_edu.kernels.gluon.support import attempt
 from linattn_edu.kernels.pieces import Pieces
@@ -87,9 +87,8 @@ def kda_scan_chunks(chunks, state, o_desc, out, scale, c_v):
         async_store(o_desc, at, out)
         b_W = warpgroup_mma_wait(0, [b_W])
     tma.store_wait(0)
-    if state.last_ptr is not None:  # noqa: SIM102 - of None it is known here
-        if state.i_end >= 0:
-            store_state(state, b_S1, b_S2)
+    if state.last_ptr is not None:
+        store_end(state, b_S1, b_S2)
 
 
 @gluon.jit(do_not_specialize=["T"])

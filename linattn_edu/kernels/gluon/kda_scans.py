@@ -25,7 +25,7 @@ from linattn_edu.kernels.gluon.scan_frame import (
     places,
     residual,
     scan_and_store,
-    store_state,
+    store_end,
     store_transposed,
 )
 from linattn_edu.kernels.gluon.support import attempt
@@ -129,8 +129,7 @@ def kda_scan_back(chunks, made, state, scale):
         hand_over_state(made, b_S1, b_S2, dtype)
         mbarrier.arrive(empty.index(i), count=1)  # no warp reads the chunk any more
         b_dv = warpgroup_mma_wait(0, [b_dv])
-    if state.i_end >= 0:
-        store_state(state, b_S1, b_S2)
+    store_end(state, b_S1, b_S2)
 
 
 @gluon.jit(do_not_specialize=["T"])

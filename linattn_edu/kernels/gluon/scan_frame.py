@@ -33,6 +33,7 @@ class Piece:
     i_c: object  # number of the first chunk
     NT: object  # chunks
     skip: object  # those at whose end nothing is stored
+    SOME: object  # whether only some programs have any
 
 
 @record
@@ -80,6 +81,7 @@ class State:
     i_end: object  # the same at the end; -1: another program goes through it
     i_v: object  # first tile of values of the program
     W: object  # the group's among them
+    SOME: object  # whether i_end may be -1
     K: object
     V: object
     BV: object
@@ -100,7 +102,8 @@ class Worker:
 def state_of(w: gl.constexpr, piece, first_ptr, last_ptr, K: gl.constexpr, V: gl.constexpr,
              BV: gl.constexpr):  # fmt: skip
     """State of the w-th group of warps of a program."""
-    return State(first_ptr, last_ptr, piece.i_nh, piece.i_end, piece.i_v, w, K, V, BV)
+    ends = piece.i_nh, piece.i_end
+    return State(first_ptr, last_ptr, *ends, piece.i_v, w, piece.SOME, K, V, BV)
 
 
 @gluon.jit
@@ -129,6 +132,16 @@ def store_state(state, b_S1, b_S2):
     o_S = state.i_end.to(gl.int64) * state.K * state.V + rows_of(state)
     gl.store(state.last_ptr + o_S, b_S1)
     gl.store(state.last_ptr + o_S + 64 * state.V, b_S2)
+
+
+@gluon.jit
+def store_end(state, b_S1, b_S2):
+    """The same, where no other program goes through the head."""
+    if state.SOME:
+        if state.i_end >= 0:
+            store_state(state, b_S1, b_S2)
+    else:
+        store_state(state, b_S1, b_S2)
 
 
 @gluon.jit
@@ -212,7 +225,8 @@ def piece_of_program(pid, warmup_ptr, cu_ptr, offsets_ptr, T, N, H: gl.constexpr
             i_nh, first, n_t, i_c, warmup_ptr, cu_ptr, T, N, HV, BT, BACK
         )
     first, i_c = first.to(gl.int32), i_c.to(gl.int32)  # rows of descriptors
-    return Piece(i_v, i_h, i_h // (HV // H), i_nh, i_end, first, i_c, n_t // BT, skip)
+    some: gl.constexpr = warmup_ptr is not None
+    return Piece(i_v, i_h, i_h // (HV // H), i_nh, i_end, first, i_c, n_t // BT, skip, some)
 
 
 @constexpr_function
