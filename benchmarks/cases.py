@@ -92,6 +92,7 @@ CASES = {
         Case("kda_kimi", "kda", 1, 32768, 32, 32, 128, 128, note="long, the heads of Kimi Linear"),
         Case("kda_long", "kda", 1, 32768, 4, 4, 128, 128, note="long, few heads"),
         Case("kda_beta2", "kda_beta2", 8, 4096, 16, 16, 128, 128, note="kda_train, beta up to 2"),
+        Case("kda_beta2_alike", "kda_beta2", 8, 4096, 16, 16, 128, 128, note="alike", cosine=0.97),
         Case("gdn2_train", "gdn2", 8, 4096, 16, 16, 128, 128, note="the batch of kda_train"),
         Case("gdn2_beta2", "gdn2_beta2", 8, 4096, 16, 16, 128, 128, note="gdn2_train, b up to 2"),
         Case("gdn2_decode", "gdn2_decode", 128, 1, 32, 32, 128, 128, note="kda_decode's token"),

@@ -148,6 +148,41 @@ MUTANTS = [
         "return self.N",
         "tests/fused/test_cancel.py -k without",
     ),
+    Mutant(
+        "heads that do not cancel are listed among those that do",
+        f"{KERNELS}/fused/cancel.py",
+        "found = some.to(tl.int32) - found",
+        "found = some.to(tl.int32)",
+        "tests/fused/test_cancel.py -k match",
+    ),
+    Mutant(
+        "an erase gate in the place of beta writes behind the last token",
+        f"{KERNELS}/fused/cancel.py",
+        "b_beta = tl.where(o_t < n_t, 1.0, 0.0)",
+        "b_beta = tl.where(o_t < n_t, 1.0, 1.0)",
+        "tests/fused/test_cancel.py -k behind",
+    ),
+    Mutant(
+        "with a gate a channel, a head that cancels is scanned in 16 bit last",
+        f"{KERNELS}/fused/kda_halves.py",
+        "*places, True, ways, pieces, packing)",
+        "*places, True, found, pieces, packing)",
+        "tests/fused/test_kda_cancel.py -k match",
+    ),
+    Mutant(
+        "of heads that cancel the rows are read that 16 bit have rounded",
+        f"{KERNELS}/fused/kda_halves.py",
+        "    q, k = _fine((q, k), raw, (found, items), packed)\n",
+        "",
+        "tests/fused/test_kda_cancel.py -k divided",
+    ),
+    Mutant(
+        "the first pieces of all sequences are scanned as the first is kept",
+        f"{KERNELS}/pieces.py",
+        "return x.repeat_interleave(self.N // self.batch, 0)",
+        "return x.repeat(self.N // self.batch, 1)",
+        "tests/fused/test_kda_cancel.py -k pieces",
+    ),
     # pieces of a sequence
     Mutant(
         "the transition of a piece begins a column late",

@@ -89,6 +89,16 @@ def test_either_bound_is_enough(which, device):
         assert of.cancels(P, one[None, :, None].to(BF16), beta, 1).item() == 0
 
 
+def test_behind_the_last_token_nothing_is_written(device):
+    """A chunk of two tokens, of which the second takes the first away."""
+    one = torch.eye(64, device=device, dtype=BF16)[:2]
+    P, A = (x[None, :, None].clone() for x in (one, one))
+    A[0, 1, 0, 0] = -1
+    for of in (kernels, references):
+        assert of.cancels(P, A, None, 1).item() == -1
+        assert of.cancels(P, P, None, 1).item() == 0
+
+
 def test_what_is_no_number_cancels(device):
     x = inputs(64, 2, 32, 16, BF16, device, alike=())
     P, *others = parts(x, 64)

@@ -13,6 +13,7 @@ from stages.fused import pair
 
 from linattn_edu.gluon_interpreter import interpreted
 from linattn_edu.kernels.routes import forced
+from linattn_edu.reference.delta.kda_intra import kda_intra
 from linattn_edu.testing import relative_rms
 
 HEAD = 128
@@ -70,6 +71,41 @@ def some_cancel(r) -> None:
         setattr(r, n, getattr(r, n).bfloat16())
     cancels = torch.tensor([[0, -1]], dtype=torch.int32).expand(len(r.q), -1).contiguous()
     r.more = {"low": low, "cancels": cancels}
+
+
+def one_alike(r) -> None:
+    """What a user gives is of bfloat16, and keys of one head are alike, beta beyond 1."""
+    r.k[:, :, 1] += 3 * r.k[:, :1, 1]
+    r.k[:, :, 1] /= r.k[:, :, 1].norm(dim=-1, keepdim=True)
+    r.beta, r.some = (r.beta.clone(), True)
+    r.beta[:, :, 1] = 1.8
+    for n in ("q", "k", "v", "do"):
+        setattr(r, n, getattr(r, n).bfloat16())
+
+
+def some_kept(r) -> None:
+    """What the forward pass leaves of one head that cancels, beside one that does not."""
+    one_alike(r)
+    r.cancels = torch.tensor([[0, -1]], dtype=torch.int32).expand(len(r.q), -1).contiguous()
+    wide = (r.q.float(), r.k.float(), r.beta, r.gc)
+    r.whole = kda_intra(*wide, chunk_size=64)
+    r.inner = tuple(x.bfloat16() for x in r.whole)
+
+
+def check_some(kernel, reference, args, **options) -> None:
+    """All but P and A in fp32, of which heads that do not cancel have anything."""
+    options |= {"output_final_state": True}
+    got, want = kernel(*args, **options), reference(*args, **options)
+    assert got[-1].tolist() == want[-1].tolist() == [[0, -1]] * len(got[-1])
+    for i in range(6):
+        x, y = (z[i][:, :, 1] if i > 3 else z[i] for z in (got, want))
+        assert relative_rms(x, y) < (2**-13 if i > 3 else 2**-7), f"output {i}"
+
+
+def check_gradients(kernel, reference, args, **options) -> None:
+    got, want = kernel(*args, **options), reference(*args, **options)
+    for i, (x, y) in enumerate(zip(got, want, strict=True)):
+        assert (x is None and y is None) or relative_rms(x, y) < 2**-6, f"output {i}"
 
 
 def in_pairs(r) -> None:
@@ -323,6 +359,21 @@ CASES = {
     "kda_intra_bwd, halves": Case(
         "kda_fused_intra_bwd", "kda_fused", "kda_intra_bwd", {"kda_fused_intra_bwd": "gluon"},
         dtype=torch.float32, kinds={"H": 2, "g": gates(192)}, change=in_pairs, by=check_pairs,
+    ),
+    "kda_halves": Case(
+        "kda_halves", "kda_fused", "kda_prepare kda_scan",
+        {"kda_gate_prepare": "gluon", "kda_scan": "gluon", "workers": 2}, 128,
+        dtype=torch.float32, kinds={"H": 2, "g": gates(128)}, change=one_alike, by=check_some,
+    ),
+    "kda_halves_bwd": Case(
+        "kda_halves_bwd", "kda_fused", "kda_scan_states kda_scan_bwd kda_intra_bwd kda_intra_bwd",
+        _KDA | _EACH | {"workers": 2, "kda_fused_intra_bwd": "gluon"}, dtype=torch.float32,
+        kinds={"H": 2, "g": gates(192)}, change=some_kept, by=check_gradients,
+    ),
+    "kda_halves_bwd, both": Case(
+        "kda_halves_bwd", "kda_fused", "kda_scans kda_intra_bwd kda_intra_bwd",
+        _KDA | _BOTH | {"workers": 1, "kda_fused_intra_bwd": "gluon"}, 128, dtype=torch.float32,
+        kinds={"H": 2, "g": gates(128)}, change=some_kept, by=check_gradients,
     ),
     "kda_intra_bwd": Case(
         "kda_fused_intra_bwd", "kda_fused", "kda_intra_bwd", {"kda_fused_intra_bwd": "gluon"},

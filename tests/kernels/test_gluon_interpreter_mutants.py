@@ -278,6 +278,17 @@ MISTAKES = {
         (Wrong, "output", "i_c, _, i_hv = item_at(n, H, G, out.items_ptr)", "out.items_ptr",
          "None"),
     ],
+    ("kda_halves_bwd, both", "kda_intra_bwd"): [
+        (Wrong, "output", "NT * HV if items_ptr is None else gl.load(items_ptr)",
+         "gl.load(items_ptr)", "gl.load(items_ptr) - 1"),
+        (Wrong, "output", "def store_sums(parts, out, n, HV: gl.constexpr, BT: gl.constexpr):\n"
+         '    """Add what both halves left of dbeta of the n-th item."""\n'
+         "    i_c, i_h, _ = item_at(n, HV, 1, out.items_ptr)", "out.items_ptr", "None"),
+    ],
+    ("kda_halves", "scan_frame"): [
+        (OUTSIDE, "a pointer to", "some: gl.constexpr = warmup_ptr is not None",
+         "warmup_ptr is not None", "False"),
+    ],
     ("gdn_intra_bwd, K=64", "gdn_intra_bwd"): [
         (Wrong, "output", "b_dbeta = whole(parts, 1, GROUPS)", "1", "0"),
         (Wrong, "output", "if c == GROUPS - 1:\n            b_L = products(Z,", "Z", "do"),

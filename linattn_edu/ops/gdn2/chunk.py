@@ -73,7 +73,7 @@ def chunk_gdn2(
         gate_domain, checkpoint_every_n_tokens, batch_invariant: Likewise.
         transpose_state_layout, impl: Likewise.
         allow_neg_eigval: Whether b may be beyond 1: in 16 bit everything is kept in float32 then,
-            as in :func:`chunk_kda`.
+            or as two numbers of bfloat16 of heads whose numbers cancel, as in :func:`chunk_kda`.
 
     Causality, accuracy, memory, where it works and where it runs in fused stages are as of
     :func:`chunk_kda`; the kernels in Gluon, and with them the fused backward pass, want b and w of

@@ -99,9 +99,9 @@ def chunk_kda(
         use_beta_sigmoid_in_kernel: Whether beta is given before its sigmoid.
         allow_neg_eigval: Whether beta may be beyond 1, as in :func:`chunk_gated_delta_rule`; in 16
             bit everything is kept in float32 then; in bfloat16 on Hopper, for an even K and V up to
-            128 and without return_intermediate_states, as two numbers of bfloat16. With keys alike
-            and a beta beyond 1 of which nothing is said, o and gradients are off by as much as they
-            are.
+            128 and without return_intermediate_states, as two numbers of bfloat16, on one rank of
+            those heads alone whose numbers cancel. With keys alike and a beta beyond 1 of which
+            nothing is said, o and gradients are off by as much as they are.
         safe_gate: A promise that every log decay is at least lower_bound (-5 if None), in [-5, 0):
             in bfloat16 and float32 the forward pass need not look for channels that fade by more
             than 2^80 in 16 tokens, and is faster for it. With use_gate_in_kernel it needs
@@ -147,11 +147,14 @@ def chunk_kda(
     those before it too, and all that follow; earlier chunks keep their bits.
 
     Accuracy: as of :func:`chunk_gated_delta_rule`, states and written values below 65504 in float16
-    included: :func:`fused_recurrent_kda`, bfloat16 and float32 hold larger ones.
+    included: :func:`fused_recurrent_kda`, bfloat16 and float32 hold larger ones. With
+    allow_neg_eigval, of heads whose numbers do not cancel the gradient of k is within three and a
+    half roundings, and that of an initial state of which next to nothing is left within five. Of
+    heads whose numbers do, rows that use_qk_l2norm_in_kernel divides keep all digits.
 
     Memory: between the passes it keeps its inputs and, of each token and head, 2 chunk_size numbers
-    of q's dtype, of float32 with allow_neg_eigval; more with the flags named in
-    :func:`chunk_gated_delta_rule`.
+    of q's dtype, of float32 with allow_neg_eigval, where halves may be kept of some heads both;
+    more with the flags named in :func:`chunk_gated_delta_rule`.
 
     Speed depends on the gates in bfloat16 on Hopper: the backward pass is faster where no channel
     of a group of 64 fades by more than 2^60 up to the middle of a chunk or from there (chapter 11),
