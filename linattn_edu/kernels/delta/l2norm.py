@@ -48,12 +48,12 @@ def rstd_of(b_sum, b_scaled):
 
 @triton.jit
 def unit_of(b_x, eps):
-    """Rows of a tile in fp32 divided by their lengths, and the reciprocals of these."""
+    """Rows of a tile in fp32 divided by their lengths; the product of the others divides by it."""
     # eq:delta-l2norm   y = x / sqrt(sum x^2 + eps)
     b_s = power(tl.max(tl.abs(b_x), 1), eps)
     b_x *= b_s[:, None]
     b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) + eps * b_s * b_s)
-    return b_rstd[:, None] * b_x, b_s * b_rstd
+    return b_rstd[:, None] * b_x, b_s, b_rstd
 
 
 @triton.jit
@@ -63,9 +63,9 @@ def l2norm_kernel(x_ptr, y_ptr, rstd_ptr, n, eps, D: tl.constexpr, BR: tl.conste
     first = tl.program_id(0).to(tl.int64) * BR
     o_r, o_d = tl.arange(0, BR), tl.arange(0, BD)
     b_x = load_tile(x_ptr + first * D, o_r, o_d, D, n - first, D).to(tl.float32)  # [BR, BD]
-    b_y, b_rstd = unit_of(b_x, eps)
+    b_y, b_s, b_rstd = unit_of(b_x, eps)
     store_tile(y_ptr + first * D, b_y, o_r, o_d, D, n - first, D)
-    tl.store(rstd_ptr + first + o_r, b_rstd, mask=o_r < n - first)
+    tl.store(rstd_ptr + first + o_r, b_s * b_rstd, mask=o_r < n - first)
 
 
 @triton.jit
