@@ -403,14 +403,13 @@ def backward(
     packing: Packing | None = None,
     cp: Ranks | None = None,
     residuals: Residuals = NOTHING,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The backward pass: a stage.
 
     Args:
         dy: Gradient of y.  dht: Gradient of the final state, or None.  cp: as in the forward pass.
     Returns:
-        dx, dweight, and the gradients of the bias and of the initial state (or None); None for
-        seq_idx.
+        dx, dweight, and the gradients of the bias and of the initial state (or None).
     Source: chapter 23.
     """
     packed = {} if packing is None else {"packing": packing}
@@ -419,7 +418,6 @@ def backward(
         given, options = (x, weight, bias, initial_state, dy), {"activation": activation, **packed}
         cp.send(partial(_map_bwd, stages), given, dht, **options)
         dht = cp.receive(stages.cp_merge_bwd, dht)
-    gradients = stages.causal_conv1d_bwd(
+    return stages.causal_conv1d_bwd(
         x, weight, bias, initial_state, dy, dht, seq_idx, activation=activation, **packed
     )
-    return *gradients, None

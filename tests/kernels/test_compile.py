@@ -46,7 +46,7 @@ SCALAR = (
     "gate_", "layer_gate_", "recurrent", "cumsum", "l2norm", "solve_tril", "chunk_cumsum",
     "state_passing", "selective_state_update", "ema_piece", "total", "causal_conv1d", "reach",
     "rms_norm_gated", "bound_kernel", "warm_up", "kda_gates", "replay", "ssd_replay", "commit",
-    "dplr_recurrent", "those_kernel",
+    "dplr_recurrent", "those_kernel", "unit_rows",
 )  # fmt: skip
 # of one block, where nothing is left to merge; of numbers
 SMALL = re.compile(r"^(kda_inverse.*\bBT=16\b|merge.*\bNUMBERS=True\b|join)")
@@ -69,7 +69,7 @@ LARGE = {
         "chunk_cumsum_log", "chunk_scores", "ssd_ends", "ssd_fwd", "ssd_bwd_dc", "ssd_bwd_db",
         "ssd_bwd_da", "ssd_bwd_far", "ssd_bwd_sum", "ssd_bwd_dx",
         "intra_chunk", "intra_chunk_bwd", "scan_bwd", "scan_map_bwd", "scan_states",
-        "scan_transposed", "cancels", "those",
+        "scan_transposed", "cancels", "those", "unit_rows",
         "scans", "kda_fused_scan", "kda_fused_scan_transposed", "kda_fused_scan_map", "kda_gates",
         "kda_fused_scans", "kda_fused_scan_map_bwd", "kda_outer_bwd", "kda_intra_bwd_near",
     )

@@ -195,6 +195,7 @@ def kda_arguments(device, packed=False, dtype=torch.float32, gate=(), state=True
 
 
 ALL_KEPT, ROWS_KEPT = "P A gc w kg qg h v_new", "P A gc kg qg kd"
+SOME_FINE = "P A P_fine A_fine cancels"
 # what there is, the gate's lower bound and the one that is promised, what is saved and kept: with
 # P and A alone, or the gated rows too, by the fused stages
 KDA = (
@@ -205,8 +206,15 @@ KDA = (
     ({"packed": True, "dtype": torch.bfloat16}, None, -5.0, "P A", ""),
     ({"gate": ("dt_bias",), "dtype": torch.bfloat16}, -5.0, None, ALL_KEPT, ""),
     ({"gate": ("A_log",), "dtype": torch.bfloat16}, None, None, ROWS_KEPT, ""),
-    ({"halves": True, "dtype": torch.bfloat16}, None, None, "P A", ""),
-    ({"halves": True, "packed": True, "dtype": torch.bfloat16}, None, None, "P A", ""),
+    ({"halves": 1, "dtype": torch.bfloat16}, None, None, SOME_FINE, ""),
+    (
+        {"halves": 1, "raw": True, "packed": True, "dtype": torch.bfloat16},
+        None,
+        None,
+        SOME_FINE,
+        "",
+    ),
+    ({"halves": 2, "packed": True, "dtype": torch.bfloat16}, None, None, "P_fine A_fine", ""),
 )
 
 
@@ -218,10 +226,12 @@ KINDS += [(*each, True) for each in every(KDA) if FULL or each[1] in (KDA[1], KD
 def test_chunk_kda(impl, options, gates, device):
     """And GDN-2, which has the same composition."""
     given, bound, safe, save, keep = options
-    halves = given.get("halves", False)
-    tensors, packing = kda_arguments(device, **{n: x for n, x in given.items() if n != "halves"})
+    given = dict(given)
+    halves, raw = given.pop("halves", 0), given.pop("raw", False)
+    tensors, packing = kda_arguments(device, **given)
     wants_state = tensors[-1] is not None
-    fused = 2 * ((save, keep) in (("P A", ""), (ROWS_KEPT, "")))
+    fused = 2 * (halves > 0 or (save, keep) in (("P A", ""), (ROWS_KEPT, "")))
+    tensors += tensors[:2] if raw else (None, None)
     chunk = kda.chunk
     if gates:
         q, k, v, g, beta, *rest = tensors

@@ -142,7 +142,7 @@ STAGES = [
           call("q k v beta gc h v_new do dh Z g - - write", "scaled"), "kda_intra_gate_bwd",
           adds=5, when=held_bf16),
     # in halves where numbers cancel
-    Stage("fused/kda_halves", "kda_fused", call("q items", "chunks"), "unit_rows", when=some),
+    Stage("fused/kda_halves", "kda_fused", call("q items", "chunks"), "unit_rows", when=held),
     Stage("fused/kda_halves", "kda_fused", call("q k v beta g - - - h0", "chunks", scale=SCALE),
           when=some, more=[call("q k v beta g - - - h0 raw", "chunks", scale=SCALE)]),
     Stage("fused/kda_halves", "kda_fused",

@@ -46,9 +46,14 @@ def gate_cumsum_kernel(
 
 
 def gate_cumsum(
-    g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, *,
-    lower_bound: float | None = None, chunk_size: int, packing: Packing | None = None,
-) -> Tensor:  # fmt: skip
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    lower_bound: float | None = None,
+    chunk_size: int,
+    packing: Packing | None = None,
+) -> Tensor:
     """Launch gate_cumsum_kernel; arguments and result as in the reference."""
     D, PER, width = columns(g)
     gc = torch.empty_like(g, dtype=torch.float32)

@@ -631,7 +631,7 @@ def backward(
             cp: as in the forward pass.
     Returns:
         dq, dk, dv, dg, dbeta, with write its gradient, dA_log and ddt_bias (or None), and the
-        gradient of the initial state; None for raw_q and raw_k.
+        gradient of the initial state.
     Source: chapters 11, 12 and 24.
     """
     packed = {} if packing is None else {"packing": packing}
@@ -647,7 +647,7 @@ def backward(
             dht, raw, scale=scale, **gate,
         )  # fmt: skip
         dq, dk, dbeta, dg, dA_log, ddt_bias, dv, *dwrite = made
-        return dq, dk, dv, dg, dbeta, *dwrite, dA_log, ddt_bias, dh0, None, None
+        return dq, dk, dv, dg, dbeta, *dwrite, dA_log, ddt_bias, dh0
     if h is None and cp is not None:
         initial_state = cp.entering(crossing, initial_state)
     if isinstance(stages, FusedStages):
@@ -668,7 +668,7 @@ def backward(
             **gate | fine,
         )  # fmt: skip
         dv, *dwrite = of_values or (dv,)
-        return dq, dk, dv, dg, dbeta, *dwrite, dA_log, ddt_bias, dh0, None, None
+        return dq, dk, dv, dg, dbeta, *dwrite, dA_log, ddt_bias, dh0
     if again:
         gc = stages.gate_cumsum(g, A_log, dt_bias, **gate)
         w, u, kg, qg = stages.wy(k, v, beta, gc, A, q, write, **packed)
@@ -695,4 +695,4 @@ def backward(
     del gc, dP, dL, dqg, dkb, dkg
     dg, dA_log, ddt_bias = stages.gate_bwd(dgc, g, A_log, dt_bias, **gate)
     dstrength = (dbeta,) if write is None else (dbeta, dstrength)
-    return dq, dk, dv, dg, *dstrength, dA_log, ddt_bias, dh0, None, None
+    return dq, dk, dv, dg, *dstrength, dA_log, ddt_bias, dh0

@@ -187,13 +187,19 @@ class Composition(Declaration):
         ranks = self._ranks(given, tokens, back=True)
         if alone is None:
             options |= self._packing(given, tokens, length) | ({"cp": ranks} if ranks else {})
-            results = several(self._backward(stages, **options))
+            results = self._of_inputs(self._backward(stages, **options))
         else:
             results = self._run_each_backward(stages, given, options, [*alone], ranks)
         return tuple(
             None if x is None or given.get(n, x) is None else x.to(given.get(n, x).dtype)
             for n, x in zip(self.inputs, results, strict=True)
         )
+
+    def _of_inputs(self, results) -> tuple[Tensor | None, ...]:
+        """A gradient for each input, of those that a composition returns: of all but constants."""
+        names = (n for n in self.inputs if n not in self.constants)
+        found = dict(zip(names, several(results), strict=True))
+        return tuple(found.get(n) for n in self.inputs)
 
     def _run_each_backward(self, stages, given, options, alone, ranks):
         """The backward pass of each sequence by itself."""
@@ -223,8 +229,8 @@ class Composition(Declaration):
             _reach(ranks, lambda where, cp: self._backward(stages, **own(where), cp=cp), alone)
             given[through] = ranks.receive(stages.cp_merge_bwd, given.get(through))
         for where in alone:
-            parts = self._backward(stages, **own(where))
-            for n, part in zip(self.inputs, several(parts), strict=True):
+            parts = self._of_inputs(self._backward(stages, **own(where)))
+            for n, part in zip(self.inputs, parts, strict=True):
                 if whole[n] is not None and n in sums:
                     whole[n] += part
                 elif whole[n] is not None:

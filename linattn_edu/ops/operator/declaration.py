@@ -69,7 +69,7 @@ class Declaration:
         transition: With "ranks", the axes of what takes the initial_state through a piece.
         limited: The tensor whose head size limits the tokens of a chunk.
         mutates: The tensors that are written in place, their names in a string.
-        constants: The tensors that have no gradient, being no numbers to be changed.
+        constants: The tensors that have no gradient, and none in what a composition returns.
         apart: The tensors whose rows the stages take at any distance -> the last axes of a row.
         lacks: Arguments of a composition that it shares with others, for which it has no tensors.
         flops: sizes -> operations of the matrix products, forward and backward.

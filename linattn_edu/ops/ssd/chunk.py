@@ -512,7 +512,7 @@ def backward(
         dout: Gradient of out.  dht: Gradient of the final state, or None.  cp: as in the forward
             pass.
     Returns:
-        Gradients of x, dt, A, B, C, D, z, dt_bias and initial_state, or None; None for seq_idx.
+        Gradients of x, dt, A, B, C, D, z, dt_bias and initial_state, or None.
     Source: chapters 14 to 19.
     """
     packed = {} if packing is None else {"packing": packing}
@@ -569,7 +569,7 @@ def backward(
         dgc = stages.chunk_scan_bwd_da_cs(C, B, x, step, gc, dy, seq_idx, **options)
         dgc, dlast = dgc + dgc_inter + dgc_state, dlast + dlast_state
     ddt, dA, ddt_bias = stages.chunk_cumsum_bwd(dgc, dlast, dstep, dt, A, dt_bias, m, **steps)
-    return dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dh0, None
+    return dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dh0
 
 
 def _through_gate(dout: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:

@@ -153,9 +153,12 @@ def test_states_of_the_chunks(impl, device):
 
 @dtypes
 def test_what_may_be_beyond_one_is_told(dtype, device):
-    """In 16 bit it is computed in float32, and as right as its inputs."""
+    """In 16 bit it is computed in float32, and as right as its inputs: in bfloat16 on Hopper where
+    numbers cancel, and of all heads where a part must decide as the whole.
+    """
     x = small(dtype, device, most=2.0)
-    o, S = in_16(**x, allow_neg_eigval=True, output_final_state=True, impl="triton")
+    told = {"allow_neg_eigval": True, "output_final_state": True, "batch_invariant": True}
+    o, S = in_16(**x, **told, impl="triton")
     do, dht = cotangents(x)
     want = exact(x, do, dht)
     assert o.dtype == dtype
