@@ -54,7 +54,7 @@ def _fine(
     rows: tuple[Tensor, Tensor], raw: tuple[Tensor, Tensor] | None, lists: tuple[Tensor, Tensor],
     packed: dict,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q and k as heads read them that cancel.  lists: the heads, and the chunks of value heads."""
+    """q and k as heads read them that cancel.  lists: what `cancels` found, and the items."""
     if raw is None:
         return rows
     found, items = lists
@@ -66,10 +66,9 @@ def _fine(
 def kda_halves(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, A_log: Tensor | None = None,
     dt_bias: Tensor | None = None, write: Tensor | None = None,
-    initial_state: Tensor | None = None, raw: tuple[Tensor, Tensor] | None = None, *,
-    scale: float, output_final_state: bool = False,
-    lower_bound: float | None = None, safe_bound: float | None = None, chunk_size: int,
-    packing: Packing | None = None,
+    initial_state: Tensor | None = None, raw: tuple[Tensor, Tensor] | None = None, *, scale: float,
+    output_final_state: bool = False, lower_bound: float | None = None,
+    safe_bound: float | None = None, chunk_size: int, packing: Packing | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Launch the kernels of the forward pass on all heads, but the scan on those that do not
     cancel; then those of halves on the others; arguments and result as in the reference.

@@ -172,7 +172,10 @@ def chunk_gated_delta_rule(
     each sequence where the numbers of some chunk cancel, which a kernel finds on the GPU: heads
     whose keys are unlike and whose gates fade have none. The others are as without
     allow_neg_eigval, there within three roundings, too, but for the gradient of beta, of which up
-    to seven were seen where that of the final state makes its last tokens large. In float16 every
+    to seven were seen where that of the final state makes its last tokens large. Rows that
+    use_qk_l2norm_in_kernel divides are rounded after it, as keys of 16 bit are from the beginning:
+    with keys alike and a beta beyond 1 that alone costs o six roundings at a cosine of .97, with
+    one key and no decay up to fifty; :func:`chunk_kda` keeps their digits. In float16 every
     value written, about ``2 |v|``, and every number of a state must stay below 65504, as the
     kernels read copies of 16 bit of both: beyond it o, the state and gradients are NaN or infinite
     from that chunk on, even where the right ones fit. :func:`fused_recurrent_gated_delta_rule`,
