@@ -77,6 +77,7 @@ def test_the_cases_are_those_that_the_peers_are_measured_on():
         "kda_kimi": (1, 32768, 32, 32, 128, 128),
         "kda_long": (1, 32768, 4, 4, 128, 128),
         "kda_beta2": (8, 4096, 16, 16, 128, 128),
+        "kda_beta2_alike": (8, 4096, 16, 16, 128, 128),
         "gdn2_train": (8, 4096, 16, 16, 128, 128),
         "gdn2_beta2": (8, 4096, 16, 16, 128, 128),
         "gdn2_decode": (128, 1, 32, 32, 128, 128),
@@ -103,6 +104,7 @@ def test_select():
         "kda_kimi",
         "kda_long",
         "kda_beta2",
+        "kda_beta2_alike",
         "kda_decode",
     ]
     with pytest.raises(ValueError, match="'kdb'"):

@@ -37,6 +37,7 @@ def unit_rows_kernel(
     i_h, _, first, n_t = chunk_of(pid, cu_ptr, chunks_ptr, T, H, BT)
     i, o_t, o_k = (first * H + i_h) * K, tl.arange(0, BT), tl.arange(0, BK)
     b_x = load_tile(x_ptr + i, o_t, o_k, H * K, n_t, K).to(tl.float32)  # [BT, BK]
+    # eq:delta-l2norm   y = x / sqrt(sum x^2 + eps)
     store_tile(y_ptr + i, unit_of(b_x, eps)[0], o_t, o_k, H * K, n_t, K)
 
 

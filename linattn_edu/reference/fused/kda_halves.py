@@ -20,6 +20,7 @@ def unit_rows(x: Tensor, items: Tensor | None = None, *, chunk_size: int) -> Ten
         [B, T, H, K] in fp32 (fp64 for fp64 input).
     Source: chapter 11b.
     """
+    # eq:delta-l2norm   y = x / sqrt(sum x^2 + eps)
     return l2norm(x.to(compute_dtype(x)))[0]
 
 
