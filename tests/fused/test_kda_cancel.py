@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from gdn_checks import PAYS, cotangents, exact, launches, run, without_gluon
 
-from linattn_edu import chunk_gdn2, chunk_kda
+from linattn_edu import chunk_gated_delta_rule, chunk_gdn2, chunk_kda
 from linattn_edu.kernels.fused import kda_halves as kernels
 from linattn_edu.kernels.routes import forced
 from linattn_edu.kernels.rows import device_of
@@ -200,3 +200,41 @@ def test_in_pieces(name, device):
     want = exact(x, do, dht)
     for key, y in got.items():
         near(y, want[key], key)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gdn", *CALLS])
+def test_a_graph_is_replayed_with_heads_that_cancel(name, device):
+    """Which heads do is found on the GPU: the host, which captured others, need not know."""
+    if why := without_gluon(device):
+        pytest.skip(why)
+    f = CALLS.get(name, chunk_gated_delta_rule)
+    given = []
+    for alike in ((), ((0, 1), (1, 0))):
+        x = inputs("gdn2" if name == "gdn2" else "kda", 256, 2, 2, 128, 128, device, alike=alike)
+        if name == "gdn":
+            x["g"] = x["g"][..., 0].contiguous()
+        given.append(x)
+    x, other = given
+    kept = {n: t.clone().requires_grad_() for n, t in x.items()}
+    do = cotangents(x)[0]
+
+    def step():
+        o, S = f(**kept, **DECLARED, use_qk_l2norm_in_kernel=True)
+        return o, S, *torch.autograd.grad(o, list(kept.values()), do)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = step()
+    for y in (other, x):
+        with torch.no_grad():
+            for n, t in kept.items():
+                t.copy_(y[n])
+        graph.replay()
+        found = [t.clone() for t in made]
+        assert all(map(torch.equal, found, step()))
