@@ -188,11 +188,12 @@ def test_in_gluon(alike, together, normalise, name, device, force):
 
 
 @calls
-def test_in_pieces(name, device):
+@pytest.mark.parametrize("T", [192, 264], ids=["of one length", "and what is left"])
+def test_in_pieces(T, name, device):
     """Sequences that scans cut: each piece is scanned as its sequence is kept."""
     if device_of(torch.empty(1, device=device))[0] != "hopper":
         pytest.skip("halves are for Hopper")
-    x = inputs(name, 192, 2, 2, 32, 32, device)
+    x = inputs(name, T, 2, 2, 32, 32, device)
     do, dht = cotangents(x)
     with forced(pieces_by_maps=64), launches() as ran:
         got = run(x, do, dht, CALLS[name], **DECLARED)
