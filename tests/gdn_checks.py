@@ -57,6 +57,18 @@ def without_gluon(device: str | torch.device) -> str | None:
     return first(by_kind.GLUON, kind)
 
 
+def halves_run(device: str | torch.device) -> None:
+    """Skip where no kernel keeps numbers in halves."""
+    if device_of(torch.empty(1, device=device))[0] != "hopper":
+        pytest.skip("needs a Hopper GPU: no other has kernels in halves")
+
+
+def by_key_head(name: str, x: Tensor, heads: int) -> Tensor:
+    """[sequence, q/k head, ...] of an output, or of a gradient, by its name."""
+    axis = 1 if name in ("ht", "dinitial_state") else 2
+    return x.movedim(axis, 1).unflatten(1, (heads, -1))
+
+
 def some_forget(g: Tensor, gates: str) -> None:
     """Gates [B, T, 4] of which the heads that are "slow" never forget; "mixed": the first forgets
     in a chunk, the second at one place, the third never, the fourth in two chunks.

@@ -3,12 +3,20 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from gdn_checks import PAYS, cotangents, exact, launches, run, without_gluon
+from gdn_checks import (
+    PAYS,
+    by_key_head,
+    cotangents,
+    exact,
+    halves_run,
+    launches,
+    run,
+    without_gluon,
+)
 
 from linattn_edu import chunk_gated_delta_rule
 from linattn_edu.kernels.fused import cancel as kernels
 from linattn_edu.kernels.routes import forced
-from linattn_edu.kernels.rows import device_of
 from linattn_edu.packing import pack, room
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.fused import cancel as references
@@ -160,18 +168,6 @@ def test_packed_in_room_for_more(ends, device):
 DECLARED = {"allow_neg_eigval": True, "impl": "triton", "output_final_state": True}
 
 
-def held(device):
-    """Skip where no kernel keeps halves."""
-    if device_of(torch.empty(1, device=device))[0] != "hopper":
-        pytest.skip("halves are for Hopper")
-
-
-def by_head(name, x):
-    """[sequence, q/k head, ...] of an output, or of a gradient."""
-    axis = 1 if name in ("ht", "dinitial_state") else 2
-    return x.movedim(axis, 1).unflatten(1, (2, -1))
-
-
 @pytest.mark.parametrize(
     ("T", "HV", "K", "V", "dtype"), [(70, 4, 32, 32, BF16), (64, 2, 64, 32, torch.float16)]
 )
@@ -179,14 +175,14 @@ def test_the_others_are_as_without(T, HV, K, V, dtype, device):
     """A head that cancels has the bits of halves for all, another those of halves for none; and
     where nothing is kept for a backward pass they are the same.
     """
-    held(device)
+    halves_run(device)
     x = inputs(T, HV, K, V, dtype, device)
     do, dht = cotangents(x)
     got = run(x, do, dht, **DECLARED)
     every = run(x, do, dht, **DECLARED, batch_invariant=True)
     none = run(x, do, dht, impl="triton", output_final_state=True)
     for name, y in got.items():
-        y, a, b = (by_head(name, t) for t in (y, every[name], none[name]))
+        y, a, b = (by_key_head(name, t, 2) for t in (y, every[name], none[name]))
         for n, h in ((0, 0), (0, 1), (1, 0), (1, 1)):
             assert torch.equal(y[n, h], (a if (n, h) == (1, 1) else b)[n, h]), (name, n, h)
         assert not torch.equal(a[0, 0], b[0, 0]) and not torch.equal(a[1, 1], b[1, 1]), name
@@ -200,7 +196,7 @@ def test_no_head_cancels_where_errors_are_small(g, dtype, device):
     """Keys of random directions and gates that fade: three roundings of o, the state and the
     gradients of what has 16 bit; six of beta's, which the last tokens alone may make up.
     """
-    held(device)
+    halves_run(device)
     x = inputs(192, 2, 128, 64, dtype, device, alike=())
     drawn = torch.rand(x["g"].shape, generator=torch.Generator().manual_seed(0))
     x["g"] = (g * 2 * drawn).to(device)
@@ -247,7 +243,7 @@ PIECES = {
 @pytest.mark.parametrize("by", PIECES)
 def test_in_pieces(by, device):
     """Sequences that the scans of 16 bit cut, those of halves do not."""
-    held(device)
+    halves_run(device)
     x = inputs(192, 2, 32, 32, BF16, device)
     do, dht = cotangents(x)
     with forced(**PIECES[by]), launches() as ran:
@@ -262,7 +258,7 @@ def test_in_pieces(by, device):
 
 def test_forced_stages(device):
     """The same bits with scans that are launched together, and one after the other."""
-    held(device)
+    halves_run(device)
     x = inputs(80, 2, 32, 16, BF16, device)
     do, dht = cotangents(x)
     results = []

@@ -3,12 +3,20 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from gdn_checks import PAYS, cotangents, exact, launches, run, without_gluon
+from gdn_checks import (
+    PAYS,
+    by_key_head,
+    cotangents,
+    exact,
+    halves_run,
+    launches,
+    run,
+    without_gluon,
+)
 
 from linattn_edu import chunk_gated_delta_rule, chunk_gdn2, chunk_kda
 from linattn_edu.kernels.fused import kda_halves as kernels
 from linattn_edu.kernels.routes import forced
-from linattn_edu.kernels.rows import device_of
 from linattn_edu.reference.fused import kda_halves as references
 from linattn_edu.testing import relative_rms
 
@@ -117,8 +125,7 @@ def test_rows_that_were_divided_by_their_length(name, HV, device):
 @calls
 def test_others_are_as_without(name, device):
     """A head that cancels has the bits of halves for all, another those of no declared beta."""
-    if device_of(torch.empty(1, device=device))[0] != "hopper":
-        pytest.skip("halves are for Hopper")
+    halves_run(device)
     x = inputs(name, 128, 2, 4, 32, 32, device)
     do, dht = cotangents(x)
     f = CALLS[name]
@@ -127,8 +134,7 @@ def test_others_are_as_without(name, device):
     with forced(kda_backward_stages="fused"):
         none = run(x, do, dht, f, impl="triton", output_final_state=True)
     for key, y in got.items():
-        axis = 1 if key in ("ht", "dinitial_state") else 2
-        y, a, b = (t.movedim(axis, 1).unflatten(1, (2, -1)) for t in (y, every[key], none[key]))
+        y, a, b = (by_key_head(key, t, 2) for t in (y, every[key], none[key]))
         for n, h in ((0, 0), (0, 1), (1, 0), (1, 1)):
             assert torch.equal(y[n, h], (a if (n, h) == (1, 1) else b)[n, h]), (key, n, h)
         assert not torch.equal(a[0, 0], b[0, 0]) and not torch.equal(a[1, 1], b[1, 1]), key
@@ -140,8 +146,7 @@ def test_others_are_as_without(name, device):
 @calls
 def test_packed(name, device):
     """Each sequence has the bits that it has alone."""
-    if device_of(torch.empty(1, device=device))[0] != "hopper":
-        pytest.skip("halves are for Hopper")
+    halves_run(device)
     x = inputs(name, 90, 2, 2, 32, 16, device)
     ends = [0, 90, 90, 160]
     own = [{n: t[i : i + 1] for n, t in x.items()} for i in range(2)]
@@ -191,8 +196,7 @@ def test_in_gluon(alike, together, normalise, name, device, force):
 @pytest.mark.parametrize("T", [192, 264], ids=["of one length", "and what is left"])
 def test_in_pieces(T, name, device):
     """Sequences that scans cut: each piece is scanned as its sequence is kept."""
-    if device_of(torch.empty(1, device=device))[0] != "hopper":
-        pytest.skip("halves are for Hopper")
+    halves_run(device)
     x = inputs(name, T, 2, 2, 32, 32, device)
     do, dht = cotangents(x)
     with forced(pieces_by_maps=64), launches() as ran:

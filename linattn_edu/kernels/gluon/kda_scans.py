@@ -149,20 +149,9 @@ def kda_scan_states_gluon_kernel(
     Reference: linattn_edu.reference.fused.kda_scans.kda_fused_scans.
     """
     piece = piece_of_program(
-        gl.program_id(0) // STEP,
-        ways_ptr,
-        cu_ptr,
-        offsets_ptr,
-        T,
-        0,
-        HV,
-        HV,
-        V,
-        BT,
-        BV,
-        WORKERS,
+        gl.program_id(0) // STEP, ways_ptr, cu_ptr, offsets_ptr, T, 0, HV, HV, V, BT, BV, WORKERS,
         False,
-    )
+    )  # fmt: skip
     c_k, c_v, c_t = piece.i_h * K, piece.i_h * V + piece.i_v * BV, piece.i_h * BT
     given = channel_gates_of(piece, gc_ptr, beta_ptr, HV)
     kds, kgs = ring(kd_desc, STAGES), ring(kg_desc, STAGES)
@@ -196,20 +185,9 @@ def kda_scan_bwd_gluon_kernel(
     Reference: linattn_edu.reference.fused.kda_scans.kda_fused_scans.
     """
     piece = piece_of_program(
-        gl.program_id(0) // STEP,
-        ways_ptr,
-        cu_ptr,
-        offsets_ptr,
-        T,
-        0,
-        HV,
-        HV,
-        V,
-        BT,
-        BV,
-        WORKERS,
+        gl.program_id(0) // STEP, ways_ptr, cu_ptr, offsets_ptr, T, 0, HV, HV, V, BT, BV, WORKERS,
         True,
-    )
+    )  # fmt: skip
     c_k, c_v, c_t = piece.i_h * K, piece.i_h * V + piece.i_v * BV, piece.i_h * BT
     given = channel_gates_of(piece, gc_ptr, beta_ptr, HV)
     kds, kgs, qs = ring(kd_desc, STAGES), ring(kg_desc, STAGES), ring(qg_desc, STAGES)
