@@ -215,7 +215,7 @@ def test_in_gluon(alike, HV, kernels, device, force):
     """Heads of 128 in the kernels of Hopper, each in the place of others; twice the same."""
     if why := without_gluon(device):
         pytest.skip(why)
-    force(**PAYS, scan_intra_bwd=kernels)
+    force(**PAYS, scan_intra_bwd=kernels, chunk_fwd=kernels)
     x = inputs(2048, HV, 128, 128, BF16, device, alike=alike)
     x["q"], x["k"] = (x[n].repeat_interleave(2, 2) for n in ("q", "k"))
     x |= {n: x[n].repeat_interleave(2, 2) for n in ("v", "g", "beta")}
@@ -224,8 +224,10 @@ def test_in_gluon(alike, HV, kernels, device, force):
     with launches() as ran:
         got, again = (run(x, do, dht, **DECLARED) for _ in range(2))
     names = {k.__name__ for k in ran}
-    assert {"cancels_kernel", "scan_gluon_kernel", "intra_chunk_bwd_gluon_kernel"} <= names
-    assert ("scan_intra_bwd_gluon_kernel" in names) == (kernels == "one")
+    one = {"chunk_fwd_gluon_kernel", "scan_intra_bwd_gluon_kernel"}
+    two = {"cancels_kernel", "scan_gluon_kernel"}
+    assert names & (one | two) == (one if kernels == "one" else two)
+    assert "intra_chunk_bwd_gluon_kernel" in names
     want = exact(x, do, dht)
     for name, y in got.items():
         assert torch.equal(y, again[name]), name

@@ -5,6 +5,7 @@ import stages as registry
 import torch
 from delta.stage_checks import inputs
 from gdn_checks import PAYS, exact_products, launches, some_forget, without_gluon
+from torch.nn.functional import normalize
 
 from linattn_edu.kernels.delta import warm_up
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum as gate_cumsum_kernel
@@ -141,6 +142,33 @@ def test_forward_in_one_kernel_gives_the_same_bits(B, T, H, HV, D, given, kept, 
         assert ran == [kernels.gdn_fwd.chunk_fwd_gluon_kernel]
         for a, b in zip(got, want, strict=True):
             assert (a is b is None) or torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize(("H", "D"), [(8, 128), (8, 64), *of_shared_keys((4, 128))])
+def test_heads_that_cancel_are_found_in_one_kernel(H, D, kept, device, force):
+    """Those that cancels_kernel finds, of many cosines and gates; others keep their bits."""
+    if why := without_gluon(device):
+        pytest.skip(why)
+    force(**PAYS)
+    x = gdn_inputs(4, 2048, H, 8, D, D, dtype=torch.bfloat16, device=device, seed=0)
+    share = torch.linspace(0, 1.5, H, device=device)[:, None]
+    shared = normalize(torch.randn(D, device=device), dim=0)
+    k = normalize(x.k + share * shared, dim=-1).bfloat16()
+    g = x.g * torch.logspace(-3, 1, 4, device=device)[:, None, None]
+    gc = gate_cumsum_kernel(g, chunk_size=64)
+    args, options = (x.q, k, x.v, 2 * x.beta, gc), {"scale": 0.3, "chunk_size": 64}
+    options |= {"keep": kept, "cancelling": True}
+    force(chunk_fwd="two")
+    want = kernels.chunk_fwd(*args, **options)
+    force(chunk_fwd="one")
+    with launches() as ran:
+        got = kernels.chunk_fwd(*args, **options)
+    assert ran == [kernels.gdn_fwd.chunk_fwd_gluon_kernel]
+    few = want[-1] == 0
+    assert torch.equal(got[-1], want[-1]) and few.any() and not few.all()
+    assert torch.equal(*(y[0].movedim(2, 1)[few] for y in (got, want)))
 
 
 @pytest.mark.gpu

@@ -10,7 +10,6 @@ from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum as gate_cumsum_ker
 from linattn_edu.kernels.fused import gdn_intra as kernels
 from linattn_edu.kernels.gluon import support
 from linattn_edu.kernels.routes import forced, limits
-from linattn_edu.kernels.rows import device_of
 from linattn_edu.packing import pack
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.fused import gdn_intra as references
@@ -22,24 +21,6 @@ pytestmark = pytest.mark.usefixtures("poison")
 GATED, NO_INVERSE = {"gated": True}, {"return_inverse": False}
 test_kernel_matches_reference = stages.matches("intra_chunk", "gdn_fused", more=GATED)
 test_without_the_inverse = stages.matches("intra_chunk", "gdn_fused", more=NO_INVERSE)
-
-
-@pytest.mark.parametrize("T", [64, 100], ids=["whole chunks", "a rest"])
-@pytest.mark.parametrize("K", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_intra_in_one_kernel(T, K, dtype, device, force):
-    """What Hopper does in plain Triton where no value heads share a key."""
-    if device_of(torch.empty(1, device=device))[0] not in ("hopper", "blackwell"):
-        pytest.skip("made for Hopper")
-    force(intra_chunk="one")
-    x = gdn_inputs(1, T, 2, 2, K, 16, dtype=dtype, device=device, seed=T + K)
-    args = (x.q, x.k, x.beta, gate_cumsum(x.g, chunk_size=64))
-    options = {"chunk_size": 64, "return_inverse": True}
-    for gated in (False, True):
-        with launches() as ran:
-            kernels.intra_chunk(*args, gated=gated, **options)
-        assert ran == [kernels.intra_chunk_kernel]
-        check_stage(kernels.intra_chunk, references.intra_chunk, args, gated=gated, **options)
 
 
 def unit(x):

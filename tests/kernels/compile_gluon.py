@@ -11,6 +11,7 @@ day. A program, because a process that interprets kernels cannot compile them.
 import argparse
 import datetime
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -56,7 +57,7 @@ DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 # None: whole sequences, of all heads
 WHOLE = "warmup_ptr", "forth_ptr", "back_ptr", "ways_ptr", "cu_ptr", "offsets_ptr"
 POINTERS = dict.fromkeys(("cu", "offsets", "chunks"), "*i64") | {"near": "*i8", "done": "*fp32"}
-POINTERS |= dict.fromkeys(("warmup", "forth", "back", "ways", "go", "items"), "*i32")
+POINTERS |= dict.fromkeys(("warmup", "forth", "back", "ways", "go", "items", "cancels"), "*i32")
 LEVEL = ["--regAllocOptLevel=2"] if THIS >= (3, 7) else []  # which Triton gives to ptxas
 SCALARS = {"scale": "fp32"}  # the others are numbers of tokens, sequences or chunks
 
@@ -167,10 +168,12 @@ def intra_bwd_forms():
         tiles = columns | {"": K} if K == HEAD else {"": K}
         states = ("h", "dh") if K == HEAD else ()
         form = {"kernel": kernel.__name__, "dtype": dtype, "G": G} | ({} if K == HEAD else {"K": K})
-        for halves in (0, 1, 2) if (K, dtype) == (HEAD, "bf16") else (0,):
-            absent = ("items_ptr",), (), ("items_ptr", "v_low_desc", "Z_low_desc")
-            source = source_of(kernel, constants, dtype, tiles, absent[halves - 1], states)
-            kept = {"halves": True} | ({"listed": True} if halves == 2 else {}) if halves else {}
+        every = (False, False), (True, False), (True, True), (False, True)
+        for halves, some in every if (K, dtype) == (HEAD, "bf16") else every[:1]:
+            absent = [] if some else ["items_ptr"]
+            absent += [] if halves else ["v_low_desc", "Z_low_desc"]
+            source = source_of(kernel, constants, dtype, tiles, absent, states)
+            kept = ({"halves": True} if halves else {}) | ({"listed": True} if some else {})
             yield form | kept, source, gdn_intra_bwd.OPTIONS[K]
     kernel, absent = gdn_bwd.scan_intra_bwd_gluon_kernel, ("dht_ptr", "cu_ptr", "offsets_ptr")
     for dtype, some in (("bf16", False), ("bf16", True), ("fp16", False)):
@@ -223,34 +226,37 @@ def intra_forms():
 
 
 def fwd_forms():
-    """Gated DeltaNet's forward pass in one kernel, as training runs it and as prefill does."""
+    """Gated DeltaNet's forward pass in one kernel, as training runs it and as prefill does; and
+    where beta may be beyond 1.
+    """
     kernel = gdn_fwd.chunk_fwd_gluon_kernel
-    for V in limits.HEADS:
-        for keep in (True, False):
-            constants = {"H": 2, "HV": 2, "K": V, "V": V, "REGISTERS": gdn_fwd.REGISTERS[V, keep]}
-            constants |= gdn_fwd.TILES[V]
-            columns = {"": CHUNK, "q": V, "k": V, "v": V}
-            absent = "cu_ptr", *(("h0_ptr", "ht_ptr") if keep else ("P_desc", "AG_desc"))
-            absent = *absent, *(("warmup_ptr",) if V == HEAD else ())
-            source = source_of(
-                kernel, constants, "bf16", columns, absent, (), "*bf16", ("gc", "h0", "ht")
-            )
-            yield (
-                {"kernel": kernel.__name__, "dtype": "bf16", "K": V, "keep": keep}, source,
-                gdn_fwd.OPTIONS,
-            )  # fmt: skip
+    for V, keep, finds in itertools.product(limits.HEADS, (True, False), (False, True)):
+        constants = {"H": 2, "HV": 2, "K": V, "V": V, "REGISTERS": gdn_fwd.REGISTERS[V, keep]}
+        constants |= gdn_fwd.TILES[V]
+        columns = {"": CHUNK, "q": V, "k": V, "v": V}
+        absent = "cu_ptr", *(("h0_ptr", "ht_ptr") if keep else ("P_desc", "AG_desc"))
+        absent = *absent, *(("warmup_ptr",) if V == HEAD or finds else ())
+        absent = *absent, *(() if finds else ("cancels_ptr",))
+        source = source_of(
+            kernel, constants, "bf16", columns, absent, (), "*bf16", ("gc", "h0", "ht")
+        )
+        form = {"kernel": kernel.__name__, "dtype": "bf16", "K": V, "keep": keep, "finds": finds}
+        yield form, source, gdn_fwd.OPTIONS
 
 
 def kda_front_forms():
-    """kda_prepare, of far rows too or not, with beta or with an erase gate."""
+    """kda_prepare, of far rows too or not, with beta or with an erase gate, where beta may be
+    beyond 1 or not.
+    """
     kernel, size = kda_intra.kda_prepare_gluon_kernel, {"H": 2, "HV": 2, "K": HEAD, "BT": CHUNK}
-    for near, given in ((True, "erase"), (False, "erase"), (False, "beta")):
+    every = (True, "erase", False), (False, "erase", False), (False, "beta", False)
+    for near, given, finds in (*every, (False, "erase", True), (False, "beta", True)):
+        absent = f"{given}_ptr", "cu_ptr", "chunks_ptr", *(() if finds else ("cancels_ptr",))
         source = source_of(
-            kernel, size | {"NEAR_ALL": near}, "bf16", {}, (f"{given}_ptr", "cu_ptr", "chunks_ptr"),
-            half="*bf16", gates=("g", "gc"),
-        )  # fmt: skip
+            kernel, size | {"NEAR_ALL": near}, "bf16", {}, absent, (), "*bf16", ("g", "gc")
+        )
         form = {"kernel": kernel.__name__, "dtype": "bf16", "near": near, "absent": given}
-        yield form, source, kda_intra.OPTIONS
+        yield form | {"finds": finds}, source, kda_intra.OPTIONS
 
 
 def ssd_forms():

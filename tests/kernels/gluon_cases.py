@@ -10,6 +10,7 @@ import torch
 from apart import apart
 from gdn_checks import PAYS
 from stages.fused import pair
+from torch.nn.functional import normalize
 
 from linattn_edu.gluon_interpreter import interpreted
 from linattn_edu.kernels.routes import forced
@@ -92,14 +93,44 @@ def some_kept(r) -> None:
     r.inner = tuple(x.bfloat16() for x in r.whole)
 
 
+def either_bound(r) -> None:
+    """Keys are alike and next to nothing fades: one head cancels by what is read alone, where beta
+    is small; the other by what the state takes, as its queries have nothing of what keys share.
+    """
+    shared = normalize(torch.randn(HEAD), dim=0)
+    own = normalize(torch.randn(r.k.shape), dim=-1)
+    own = normalize(own - (own @ shared)[..., None] * shared, dim=-1)
+    r.k = (0.9**0.5 * shared + 0.1**0.5 * own).bfloat16()
+    r.q, r.v = own.bfloat16(), r.v.bfloat16()
+    r.q[:, :, 0] = r.k[:, :, 0]
+    r.beta = torch.tensor([0.3, 1.8]).expand_as(r.beta).contiguous()
+    r.gc = (-0.03 * (1 + torch.arange(r.gc.shape[1]) % 64))[None, :, None].expand_as(r.gc).clone()
+
+
+def check_both(kernel, reference, args, **options) -> None:
+    for f in (kernel, reference):
+        assert f(*args, **options)[-1].tolist() == [[-1, -1]], "cancels"
+
+
 def check_some(kernel, reference, args, **options) -> None:
     """All but P and A in fp32, of which heads that do not cancel have anything."""
     options |= {"output_final_state": True}
     got, want = kernel(*args, **options), reference(*args, **options)
-    assert got[-1].tolist() == want[-1].tolist() == [[0, -1]] * len(got[-1])
+    assert got[-1].tolist() == want[-1].tolist() == [[0, -1]] * len(got[-1]), "cancels"
     for i in range(6):
         x, y = (z[i][:, :, 1] if i > 3 else z[i] for z in (got, want))
         assert relative_rms(x, y) < (2**-13 if i > 3 else 2**-7), f"output {i}"
+
+
+def check_found(kernel, reference, args, **options) -> None:
+    """What a head has that does not cancel, and which do."""
+    got, want = kernel(*args, **options), reference(*args, **options)
+    assert got[-1].tolist() == want[-1].tolist() == [[0, -1]] * len(got[-1]), "cancels"
+    for i, (x, y) in enumerate(zip(got[:-1], want, strict=False)):
+        heads = 1 if i == 1 else 2
+        if y is not None:
+            x, y = (z.select(heads, 0) for z in (x, y))
+            assert relative_rms(x, y) < 2**-7, f"output {i}"
 
 
 def check_gradients(kernel, reference, args, **options) -> None:
@@ -192,6 +223,19 @@ CASES = {
     "gdn_fwd, V=64, no states": Case(
         "chunk_fwd", "gdn_fused", "chunk_fwd", {"chunk_fwd": "one"}, 320, 64, 64,
         without=("h0",), more={"output_final_state": False, "keep": False},
+    ),
+    "gdn_fwd, where heads cancel": Case(
+        "chunk_fwd", "gdn_fused", "chunk_fwd", {"chunk_fwd": "one"}, dtype=torch.float32,
+        kinds={"own": True}, change=one_alike, by=check_found, more={"cancelling": True},
+    ),
+    "gdn_fwd, where heads cancel, nothing kept": Case(
+        "chunk_fwd", "gdn_fused", "chunk_fwd", {"chunk_fwd": "one"}, 192, 64, 64,
+        dtype=torch.float32, kinds={"own": True}, change=one_alike, by=check_found,
+        more={"cancelling": True, "keep": False},
+    ),
+    "gdn_fwd, either bound": Case(
+        "chunk_fwd", "gdn_fused", "chunk_fwd", {"chunk_fwd": "one"}, 128, dtype=torch.float32,
+        kinds={"own": True}, change=either_bound, by=check_both, more={"cancelling": True},
     ),
     "gdn_scans, forth": Case("scan_states", "gdn_fused", "scan_states", _SCANS, 320),
     "gdn_scans, back": Case("scan_bwd", "gdn_fused", "scan_bwd", _SCANS, 320),
@@ -366,12 +410,12 @@ CASES = {
         dtype=torch.float32, kinds={"H": 2, "g": gates(128)}, change=one_alike, by=check_some,
     ),
     "kda_halves_bwd": Case(
-        "kda_halves_bwd", "kda_fused", "kda_scan_states kda_scan_bwd kda_intra_bwd kda_intra_bwd",
+        "kda_halves_bwd", "kda_fused", "kda_intra_bwd kda_scan_states kda_scan_bwd kda_intra_bwd",
         _KDA | _EACH | {"workers": 2, "kda_fused_intra_bwd": "gluon"}, dtype=torch.float32,
         kinds={"H": 2, "g": gates(192)}, change=some_kept, by=check_gradients,
     ),
     "kda_halves_bwd, both": Case(
-        "kda_halves_bwd", "kda_fused", "kda_scans kda_intra_bwd kda_intra_bwd",
+        "kda_halves_bwd", "kda_fused", "kda_intra_bwd kda_scans kda_intra_bwd",
         _KDA | _BOTH | {"workers": 1, "kda_fused_intra_bwd": "gluon"}, 128, dtype=torch.float32,
         kinds={"H": 2, "g": gates(128)}, change=some_kept, by=check_gradients,
     ),

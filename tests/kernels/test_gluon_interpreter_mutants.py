@@ -175,6 +175,24 @@ MISTAKES = {
          "\n    barrier()", ""),
         (Unfinished, "product", "b_N = warpgroup_mma_wait(0, [b_N])", "0", "1"),
     ],
+    ("gdn_fwd, where heads cancel", "gdn_solve"): [
+        (Wrong, "cancels", "if few == 0:", "== 0", "== 1"),
+        (Unfinished, "product", "b_PR = warpgroup_mma_wait(0, [b_PR])", "0", "1"),
+    ],
+    ("gdn_fwd, where heads cancel", "gdn_fwd"): [
+        (Wrong, "cancels", "made.Rs.index(j), gates.index(3 * i + 2))", "3 * i + 2", "3 * i"),
+    ],
+    ("gdn_fwd, either bound", "gdn_solve"): [
+        (Wrong, "cancels", "few = (gl.sum(sums_s.load(VECTOR), 0) <= 0)", "<= 0", "* 0 <= 0"),
+        (Wrong, "cancels", "& (gl.sum(b_x, 0) <= 0)", "<= 0", "* 0 <= 0"),
+    ],
+    ("kda_halves", "gdn_solve"): [
+        (Wrong, "cancels", "gl.store(cancels_ptr + i_nh // G", "i_nh", "0 * i_nh"),
+    ],
+    ("kda_halves", "kda_intra"): [
+        (Race, "fence_async_shared", "cancels_ptr is not None:\n        fence_async_shared()",
+         "fence_async_shared()", "pass"),
+    ],
     ("gdn_intra, ring", "gdn_intra"): [
         (ByteCount, "m.full expects", "mbarrier.expect(m.full, 2 * BT * K * 2)", "2 * ", ""),
         (ByteCount, "m.full expects", "mbarrier.expect(m.full, 2 * BT * K * 2)", ", 2", ", 4"),

@@ -18,7 +18,7 @@ from linattn_edu.choices import GPUS
 from linattn_edu.cp import build_cp_context, simulate
 from linattn_edu.dry_run import DTYPES, OPERATORS, route
 from linattn_edu.kernels import rows as tables
-from linattn_edu.kernels.fused import gdn_intra, gdn_scans
+from linattn_edu.kernels.fused import gdn_scans
 from linattn_edu.kernels.gluon import gdn_intra_bwd, gdn_scan
 from linattn_edu.kernels.routes import (
     Kind,
@@ -41,7 +41,6 @@ PACKAGE = Path(linattn_edu.__file__).parent
 PARTS = {
     "RING": "gate_cumsum intra_chunk_ring_gluon",
     "ALONE": "gate_cumsum intra_chunk_gluon",
-    "ONE": "gate_cumsum intra_chunk",
     "TWO": "gate_cumsum scores resolvent",
     "JOINED": "gate_cumsum chunk_fwd_gluon",
     "EITHER": "gate_cumsum bound warm_up chunk_fwd_gluon intra_chunk_ring_gluon scan_gluon",
@@ -77,15 +76,15 @@ PARTS = {
 CALLS = """
 gdn 8 4096 16 16 128 128  |           | JOINED | WHOLE gate_bwd
 gdn 8 4096 16 16 128 128  | gpu=h200  | JOINED | WHOLE gate_bwd
-gdn 8 4096 16 16 128 128  | gpu=b200  | ONE scan_transposed | FUSED
+gdn 8 4096 16 16 128 128  | gpu=b200  | TWO scan_transposed | FUSED
 gdn 8 4096 16 16 128 128  | gpu=a100  | TWO scan | STAGED
 gdn 8 4096 16 16 128 128  | gpu=4090  | TWO scan | STAGED
 gdn 8 4096 16 16 128 128  | gpu=l4    | TWO scan | STAGED
 gdn 8 4096 16 16 128 128  | gpu=t4    | TWO scan | STAGED
-gdn 8 4096 16 16 128 128  | dtype=fp16 | ONE scan_gluon | WHOLE gate_bwd
+gdn 8 4096 16 16 128 128  | dtype=fp16 | TWO scan_gluon | WHOLE gate_bwd
 gdn 8 4096 16 16 128 128  | dtype=fp32 | TWO scan | STAGED
 gdn 8 4096 16 16 128 128  | packed    | ALONE scan_transposed | FUSED
-gdn 8 4096 16 16 128 128  | gluon=off | ONE scan_transposed | FUSED
+gdn 8 4096 16 16 128 128  | gluon=off | TWO scan_transposed | FUSED
 gdn 8 4100 16 16 128 128  |           | ALONE scan_transposed | FUSED
 gdn 8 4096 16 16 128 128  | chunk=32  | TWO scan_transposed | FUSED
 gdn 1 64 1 1 128 128      |           | ALONE scan | FUSED_ONE
@@ -121,7 +120,7 @@ gdn 1 32768 32 32 128 128 |           | EITHER | CUT gate_bwd
 gdn 1 32768 16 32 128 128 | gluon=off | TWO bound warm_up scan_transposed scan |
         APART scans intra_chunk_bwd intra_chunk_bwd gate_bwd
 gdn 32 4096 16 16 128 128 |           | JOINED | WHOLE WHOLE WHOLE WHOLE gate_bwd
-gdn 32 4096 16 16 128 128 | gluon=off | ONE scan_transposed | FUSED
+gdn 32 4096 16 16 128 128 | gluon=off | TWO scan_transposed | FUSED
 gdn 1 1024 16 16 128 128  |           | ALONE scan_gluon |
         scans_gluon intra_chunk_bwd_gluon gate_bwd
 gdn 1 960 16 16 128 128   |           | ALONE scan | FUSED_ONE
@@ -320,10 +319,8 @@ def test_what_keeps_them():
     # the interpreter runs whatever the kernels hold
     held = GOOD._replace(compiled=False, T=5, K=10, V=6, H=8, C=16, packed=True)
     assert by_kind.kda_backward_stages(held).takes == "fused"
-    one = GOOD._replace(dtype=torch.float16)
-    assert by_kind.intra_chunk(one).takes == "one"
-    for other in ({"K": 96}, {"C": 32}, {"H": 8}, {"generation": "ampere"}):
-        assert by_kind.intra_chunk(one._replace(**other)).takes == "two", other
+    for other in ({"K": 96}, {"dtype": torch.float16}, {"generation": "ampere"}):
+        assert by_kind.intra_chunk(GOOD._replace(**other)).takes == "two", other
     for other in ({"V": 33}, {"K": 33}, {"dtype": torch.float16}):
         assert by_kind.kda_backward_stages(held._replace(**other)).takes == "staged", other
 
@@ -517,8 +514,7 @@ def test_a_kind_has_what_the_gpu_is():
 def test_kernels_in_gluon_are_chosen_for_what_they_take():
     assert (limits.CHUNK, limits.COLUMNS) == (gdn_scan.CHUNK, gdn_scan.BV)
     assert [x.launch()["BV"] for x in gdn_scans.SCAN] == [limits.COLUMNS]
-    tables = gdn_intra_bwd.OPTIONS, gdn_intra.INTRA_CONFIGS["hopper"][2]
-    assert all({*x} == {*limits.HEADS} for x in tables)
+    assert {*gdn_intra_bwd.OPTIONS} == {*limits.HEADS}
 
 
 def test_nothing_else_chooses():
@@ -538,8 +534,8 @@ def test_forced():
     before = limits.LENGTH
     with forced(intra_chunk="two", LENGTH=7):
         assert by_kind.intra_chunk(GOOD) == ("two", "forced") and limits.LENGTH == 7
-        with forced(intra_chunk="one"):
-            assert by_kind.intra_chunk(GOOD).takes == "one"
+        with forced(intra_chunk="gluon"):
+            assert by_kind.intra_chunk(GOOD) == ("gluon", "forced")
         assert by_kind.intra_chunk(GOOD).takes == "two"
     assert by_kind.intra_chunk(GOOD).takes == "gluon" and before == limits.LENGTH
     with pytest.raises(KeyError), forced(intra_chunk="two", LENGTH=7):

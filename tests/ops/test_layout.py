@@ -299,7 +299,6 @@ def floor(module):
             {
                 "l2norm_kernel",
                 "scores_kernel",
-                "intra_chunk_kernel",
                 "intra_chunk_gluon_kernel",
                 "intra_chunk_ring_gluon_kernel",
                 "chunk_fwd_gluon_kernel",

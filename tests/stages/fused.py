@@ -50,6 +50,7 @@ def paired(f):
     return of
 
 
+_finding = call("q k beta g", "chunks", cancelling=True)
 _intra_bwd = call("q k v beta gc h v_new do dh Z", "scaled")
 
 STAGES = [
@@ -65,7 +66,8 @@ STAGES = [
           tables=(Table("scan", "SCAN_CONFIGS", "dim", ("fused",)),)),
     Stage("fused/gdn_fwd", "gdn_fused",
           call("q k v beta gc h0", "chunks", scale=SCALE, output_final_state=True, keep=True),
-          "chunk_fwd", when=held, pieces=True),
+          "chunk_fwd", when=held, pieces=True,
+          more=[call("q k v beta gc h0", "chunks", scale=SCALE, cancelling=True)]),
     Stage("fused/gdn_fwd", "gdn_fused", call("k v gc AG h0"), "scan_map",
           tables=(Table("scan_map", "SCAN_CONFIGS", "dim", ("fused", "pieces")),)),
     Stage("fused/gdn_fwd", "gdn_fused", call("k v gc AG h0 beta"), "scan_map", when=held),
@@ -102,7 +104,7 @@ STAGES = [
     Stage("fused/kda_fwd", "kda_fused", call("q k beta gc", "chunks"), "kda_prepare", when=held,
           more=[call("q k beta gc", "chunks", lower_bound=-5.0)]),
     Stage("fused/kda_fwd", "kda_fused", call("q k beta g", "chunks"), "kda_gate_prepare",
-          when=held, more=with_gates("q k beta g")),
+          when=held, more=[*with_gates("q k beta g"), _finding]),
     Stage("fused/kda_fwd", "kda_fused",
           call("qg kg kd v beta gc P A h0", scale=SCALE, output_final_state=True), "kda_fused_scan",
           when=held),
@@ -124,7 +126,7 @@ STAGES = [
           when=held),
     Stage("fused/kda_fwd", "gdn2_fused", call("q k beta gc", "chunks"), "kda_prepare", when=held),
     Stage("fused/kda_fwd", "gdn2_fused", call("q k beta g", "chunks"), "kda_gate_prepare",
-          when=held),
+          when=held, more=[_finding]),
     Stage("fused/kda_fwd", "gdn2_fused",
           call("qg kg kd v write gc P A h0", scale=SCALE, output_final_state=True),
           "kda_fused_scan", when=held),

@@ -69,20 +69,25 @@ def those_kernel(
     for i in range(0, heads, BR):
         found = tl.load(cancels_ptr + i + o, mask=i + o < heads, other=0)
         tl.store(ways_ptr + i + o, -1 - found, mask=i + o < heads)
-    n, n_others = 0, 0
+    n, n_all = 0, 0
     for i in range(0, items, BR):
         i_n = sequence_of_chunk(tl.minimum(i + o, items - 1) // H, chunks_ptr, T, BT)
         at, some = cancels_ptr + i_n * HV + (i + o) % H * (HV // H), i + o < items
         if chunks_ptr is not None:
-            some = some & (i_n * HV < heads)  # chunks of packing.room are of no sequence
+            some = some & (i_n * HV < heads)  # chunks of packing.room are of no sequence: the last
         found = -tl.load(at, mask=some, other=0)
-        tl.store(items_ptr + n + tl.cumsum(found, 0), i + o, mask=found > 0)
+        before = n + tl.cumsum(found, 0)
+        tl.store(items_ptr + before, i + o, mask=found > 0)
+        tl.store(others_ptr + i + o + 1 - before, i + o, mask=some & (found == 0))
         n += tl.sum(found, 0)
-        found = some.to(tl.int32) - found
-        tl.store(others_ptr + n_others + tl.cumsum(found, 0), i + o, mask=found > 0)
-        n_others += tl.sum(found, 0)
+        n_all += tl.sum(some.to(tl.int32), 0)
     tl.store(items_ptr, n)
-    tl.store(others_ptr, n_others)
+    tl.store(others_ptr, n_all - n)
+
+
+def none_of(x: Tensor, HV: int, packing: Packing | None) -> Tensor:
+    """What `cancels` returns where none of HV heads does."""
+    return x.new_zeros(sequence_args(x, packing)[0], HV, dtype=torch.int32)
 
 
 def cancels(
@@ -91,7 +96,7 @@ def cancels(
     """Launch cancels_kernel; arguments and result as in the reference."""
     T, HV, C = P.shape[1:]
     NT, *chunks = chunk_args(P, C, packing)
-    found = torch.zeros(sequence_args(P, packing)[0], HV, dtype=torch.int32, device=P.device)
+    found = none_of(P, HV, packing)
     cancels_kernel[(NT * HV,)](P, AG, beta, found, *chunks, T, HV // heads, HV, C, num_warps=1)
     return found
 

@@ -227,6 +227,7 @@ def chunk_bwd(
     states are made; arguments and result as in the reference.
     """
     C, given = AG.shape[-1], (q, k, v, beta, gc, P, AG, do, initial_state, dht)
+    only = None if cancels is None else those(cancels, k, chunk_size=C, packing=packing)
     asked = load(q, v, AG, packing, k, P, do)
     all_in_halves = low is not None and cancels is None
     one = not all_in_halves and by_load.scan_intra_bwd(asked, callable(dht)).takes == "one"
@@ -241,12 +242,11 @@ def chunk_bwd(
         dq, dk = (v_new, Z) if q.shape == v.shape else map(torch.empty_like, (q, k))
         out = dq, dk, torch.empty_like(beta), torch.empty_like(gc)
         read = q, k, v, beta, gc, h, v_new, do, dh, Z
-        _launch_intra(read, rest or None, None, out, scale, C, packing)
+        _launch_intra(read, rest or None, only and only[2], out, scale, C, packing)
         made = dq, dk, dv, *out[2:], dh0
         del h, v_new, dh, Z, rest, read
     if cancels is None:
         return made
-    only = those(cancels, k, chunk_size=C, packing=packing)
     into = made[2], made[5]
     h, v_new, dh, Z, *_, v_low, Z_low = scans(
         *given, low, only[0], into, scale=scale, packing=packing

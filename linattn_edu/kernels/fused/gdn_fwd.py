@@ -14,6 +14,7 @@ from torch import Tensor
 from linattn_edu.kernels.delta import cp_merge as maps
 from linattn_edu.kernels.delta.cp_merge import cp_merge, launch_map, span_of, store_map
 from linattn_edu.kernels.delta.warm_up import warm_up, way_of
+from linattn_edu.kernels.fused.cancel import cancels, none_of
 from linattn_edu.kernels.fused.gdn_intra import intra_chunk
 from linattn_edu.kernels.gluon.kernels import gdn_fwd, gdn_intra, gdn_scan
 from linattn_edu.kernels.pieces import Pieces, by_maps, here, whole_of
@@ -328,16 +329,18 @@ def near_map(
 def chunk_fwd(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, gc: Tensor, initial_state: Tensor | None = None,
     enter: Callable | None = None, *, scale: float, chunk_size: int,
-    output_final_state: bool = False, keep: bool = False, packing: Packing | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Launch intra_chunk and scan, or one kernel for both; arguments and result as in the
+    output_final_state: bool = False, keep: bool = False, cancelling: bool = False,
+    packing: Packing | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Launch intra_chunk, cancels and scan, or one kernel for all; arguments and result as in the
     reference.
     """
     K, (HV, V) = q.shape[3], v.shape[2:]
     load = load_of(kind_of(q, HV, V, chunk_size, packing, (q, k, v)), q, packing)
-    if by_load.chunk_fwd(load).takes == "one":
+    cut = by_kind.pieces_by_warm_up(load.kind).takes
+    if by_load.chunk_fwd(load).takes == "one" and not (cut and cancelling):
         kept = [q.new_empty(*gc.shape, chunk_size) if keep else None for _ in range(2)]
-        cut, far = by_kind.pieces_by_warm_up(load.kind).takes, []
+        found, far = none_of(q, HV, packing) if cancelling else None, []
         if cut or enter is not None:  # for heads that do not forget
             R = q.new_empty(*gc.shape, chunk_size)
             P = kept[0] if keep else torch.empty_like(R)
@@ -351,20 +354,23 @@ def chunk_fwd(
         )
         o, h0 = torch.empty_like(v), pieces.placed(here(initial_state))
         last = gc.new_empty(pieces.N, HV, K, V) if output_final_state else None
-        given, out = (q, k, v, beta, gc, h0), (o, last, *kept)
+        given, out = (q, k, v, beta, gc, h0), (o, last, *kept, found)
         if gdn_fwd.chunk_fwd_gluon(given, out, scale, warmup, pieces):
             for slow in other:  # if a head does not forget, its scan goes on alone behind what is
                 # of chunks, which over ranks may be there
                 gdn_intra.intra_gluon(inner, True, None, (slow, far[0] if far else None))
                 gdn_scan.scan_gluon((q, k, v, gc, P, R, h0, o, last), scale, slow, pieces)
-            return o, pieces.last(last), *kept
+            return o, pieces.last(last), *kept, found
+    keeps, found = keep or cancelling, None
     P, R, AG = intra_chunk(
-        q, k, beta, gc, chunk_size=chunk_size, return_inverse=keep, gated=keep, packing=packing
+        q, k, beta, gc, chunk_size=chunk_size, return_inverse=keeps, gated=keeps, packing=packing
     )
+    if cancelling:
+        found = cancels(P, AG, beta, q.shape[2], packing=packing)
     if enter is not None:
         initial_state = enter(scan_map, (k, v, gc, R))
     o, last = scan(
-        q, k, v, gc, P, R, initial_state, scale=scale, output_final_state=output_final_state,
-        packing=packing,
+        q, k, v, gc, P, R, initial_state, ways=found, scale=scale,
+        output_final_state=output_final_state, packing=packing,
     )  # fmt: skip
-    return o, last, P if keep else None, AG
+    return o, last, *((P, AG) if keep else (None, None)), found

@@ -6,16 +6,13 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_edu.kernels.delta.solve import (
-    invert_columns,
     kkt,
-    merge,
     merge_precision,
-    quarters,
     unit_lower_inverse,
 )
 from linattn_edu.kernels.gluon.kernels import gdn_intra
 from linattn_edu.kernels.routes import by_kind, kind_of
-from linattn_edu.kernels.rows import chunk_args, entry, row, whole
+from linattn_edu.kernels.rows import chunk_args, entry, row
 from linattn_edu.kernels.tiles import (
     chunk_of,
     decay_matrix,
@@ -32,13 +29,16 @@ from linattn_edu.packing import Packing
 
 @triton.jit(do_not_specialize=["T"])
 def scores_kernel(
-    q_ptr, k_ptr, gc_ptr, P_ptr, P_low_ptr, items_ptr, cu_ptr, chunks_ptr, T,
+    q_ptr, k_ptr,  # [B, T, H, K]
+    gc_ptr,  # [B, T, HV] log2
+    P_ptr, P_low_ptr,  # [B, T, HV, BT] out, the second or None
+    items_ptr,  # of listed
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One program: one chunk of one q/k head, for all its value heads.  Grid (NT * H).
 
-    Arguments of intra_chunk_kernel; items_ptr: of listed.
     Reference: linattn_edu.reference.fused.gdn_intra.intra_chunk.
     """
     pid = listed(tl.program_id(0), items_ptr, 1)
@@ -66,19 +66,17 @@ def scores_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def resolvent_kernel(
-    k_ptr, beta_ptr, gc_ptr,
-    R_ptr,  # [B, T, HV, BT] out, or None
-    A_ptr,
-    A_low_ptr,  # [B, T, HV, BT] out, or None; with GATED
+    k_ptr,  # [B, T, H, K]
+    beta_ptr, gc_ptr,  # [B, T, HV], log2
+    R_ptr, A_ptr, A_low_ptr,  # [B, T, HV, BT] out, or None; with GATED A * G in the place of A
     items_ptr,  # of listed
-    cu_ptr, chunks_ptr, T,
+    cu_ptr, chunks_ptr, T,  # of chunk_of
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     BT: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
     GATED: tl.constexpr,
 ):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 
-    Arguments without a shape as of intra_chunk_kernel.
     Reference: linattn_edu.reference.fused.gdn_intra.intra_chunk.
     """
     pid = listed(tl.program_id(0), items_ptr, HV // H)
@@ -105,104 +103,6 @@ def resolvent_kernel(
         store_tile(R_ptr + (first * HV + i_h) * BT, R, o_t, o_t, HV * BT, n_t, BT)
 
 
-@triton.jit
-def three_quarters(q_ptr, k_ptr, stride, n_t, S: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
-    """Three quarters [S, S] of Q K^T, of 2 S rows: all but the upper right one."""
-    o = tl.arange(0, S)
-    b_11 = tl.zeros([S, S], dtype=tl.float32)
-    b_21 = tl.zeros([S, S], dtype=tl.float32)
-    b_22 = tl.zeros([S, S], dtype=tl.float32)
-    for i_k in range(tl.cdiv(K, BK)):
-        o_k = i_k * BK + tl.arange(0, BK)
-        b_q1 = load_tile(q_ptr, o, o_k, stride, n_t, K)  # [S, BK]
-        b_k1 = load_tile(k_ptr, o, o_k, stride, n_t, K)  # [S, BK]
-        b_q2 = load_tile(q_ptr, S + o, o_k, stride, n_t, K)  # [S, BK]
-        b_k2 = load_tile(k_ptr, S + o, o_k, stride, n_t, K)  # [S, BK]
-        b_11 = dot(b_q1, tl.trans(b_k1), b_11)
-        b_21 = dot(b_q2, tl.trans(b_k1), b_21)
-        b_22 = dot(b_q2, tl.trans(b_k2), b_22)
-    return b_11, b_21, b_22
-
-
-@triton.jit
-def stack_tiles(M1, M2, M3, M4):
-    """[4, 8, 8] of tiles [8, 8]."""
-    M = tl.join(tl.join(M1, M2), tl.join(M3, M4))
-    return tl.reshape(tl.permute(M, (3, 2, 0, 1)), (4, 8, 8))
-
-
-@triton.jit(do_not_specialize=["T"])
-def intra_chunk_kernel(
-    q_ptr, k_ptr,  # [B, T, H, K]
-    beta_ptr,  # [B, T, HV]
-    gc_ptr,  # [B, T, HV] log2
-    P_ptr, R_ptr,  # [B, T, HV, BT] out
-    A_ptr,  # [B, T, HV, BT] out, A * G with GATED; or None
-    cu_ptr, chunks_ptr, T,  # of chunk_of
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-    GATED: tl.constexpr,
-    WHOLE: tl.constexpr,  # every chunk has BT tokens
-):  # fmt: skip
-    """scores_kernel and resolvent_kernel in one, for chunks of 64.
-
-    One program: one chunk of one head.  Grid (NT * HV).
-
-    Reference: linattn_edu.reference.fused.gdn_intra.intra_chunk.
-    """
-    S: tl.constexpr = BT // 2
-    i_h, _, first, n_t = chunk_of(tl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
-    n_t = BT if WHOLE else n_t
-    q_ptr += (first * H + i_h // (HV // H)) * K
-    k_ptr += (first * H + i_h // (HV // H)) * K
-    beta_ptr += first * HV + i_h
-    gc_ptr += first * HV + i_h
-    P_ptr += (first * HV + i_h) * BT
-    R_ptr += (first * HV + i_h) * BT
-    o = tl.arange(0, S)
-
-    # eq:delta-decay-matrix   G = 2^(gc_i - gc_j), i >= j
-    b_gc1 = load_gate(gc_ptr, o, HV, n_t)
-    b_gc2 = load_gate(gc_ptr, S + o, HV, n_t)
-    # eq:delta-intra   P = Q K^T * G
-    P11, P21, P22 = three_quarters(q_ptr, k_ptr, H * K, n_t, S, K, BK)
-    P21 *= tl.exp2(b_gc2[:, None] - b_gc1[None, :])
-    store_tile(P_ptr, P11 * decay_matrix(b_gc1, o), o, o, HV * BT, n_t, BT)
-    store_tile(P_ptr, tl.zeros_like(P11), o, S + o, HV * BT, n_t, BT)
-    store_tile(P_ptr, P21, S + o, o, HV * BT, n_t, BT)
-    store_tile(P_ptr, P22 * decay_matrix(b_gc2, o), S + o, S + o, HV * BT, n_t, BT)
-
-    # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
-    L11, L21, L22 = three_quarters(k_ptr, k_ptr, H * K, n_t, S, K, BK)
-    L21 *= load_row(beta_ptr, S + o, HV, n_t)[:, None]
-    D1, M1, D2 = quarters(L11, 16)
-    D3, M2, D4 = quarters(L22, 16)
-    o_i = tl.arange(0, 2)[:, None] * 32 + 16 + tl.arange(0, 16)[None, :]
-    M21 = tl.permute(tl.join(M1, M2), (2, 0, 1))
-    M21 *= load_row(beta_ptr, o_i, HV, n_t)[:, :, None]
-    a1, b1, c1 = quarters(D1, 8)
-    a2, b2, c2 = quarters(D2, 8)
-    a3, b3, c3 = quarters(D3, 8)
-    a4, b4, c4 = quarters(D4, 8)
-    D11, D21, D22 = (
-        stack_tiles(a1, a2, a3, a4),
-        stack_tiles(b1, b2, b3, b4),
-        stack_tiles(c1, c2, c3, c4),
-    )
-    X = invert_columns(D11, D21, D22, beta_ptr, HV, n_t, 4)
-    X = merge(X, M21, 16, BT, PRECISION)
-    A = tl.reshape(merge(X, L21[None, :, :], S, BT, PRECISION), (BT, BT))
-    # eq:delta-resolvent   R = (A * G) diag(beta)
-    o_t = tl.arange(0, BT)
-    if A_ptr is not None and not GATED:
-        store_tile(A_ptr + (first * HV + i_h) * BT, A, o_t, o_t, HV * BT, n_t, BT)
-    A *= decay_matrix(load_gate(gc_ptr, o_t, HV, n_t), o_t)
-    if A_ptr is not None and GATED:
-        store_tile(A_ptr + (first * HV + i_h) * BT, A, o_t, o_t, HV * BT, n_t, BT)
-    R = A * load_row(beta_ptr, o_t, HV, n_t)[None, :]
-    store_tile(R_ptr, R, o_t, o_t, HV * BT, n_t, BT)
-
-
 # generation -> bytes of an element -> row
 SCORES_CONFIGS = {
     "turing": {2: row(4, 1, BK=64), 4: row(4, 1, BK=32)},
@@ -215,34 +115,21 @@ RESOLVENT_CONFIGS = {
     "ampere": {2: row(1, 1, BK=64), 4: row(4, 1, BK=32)},
     "hopper": {2: row(1, 3, BK=64), 4: row(4, 1, BK=32)},
 }
-# both in one, where routes take it: keys -> row
-INTRA_CONFIGS = {"hopper": {2: {64: row(1, 3, BK=32, maxnreg=168), 128: row(1, 3, BK=64)}}}
 
 
 def intra_chunk(
     q: Tensor, k: Tensor, beta: Tensor, gc: Tensor, *, chunk_size: int,
     return_inverse: bool = False, gated: bool = False, packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Launch the kernel or the two that suit the GPU; arguments and result as in the reference."""
-    B, T, H, K = k.shape
-    HV = beta.shape[-1]
-    NT, *chunks = chunk_args(k, chunk_size, packing)
-    P, R = (q.new_empty(B, T, HV, chunk_size) for _ in range(2))
+    """Launch the kernels that suit the GPU; arguments and result as in the reference."""
+    P, R = (q.new_empty(*beta.shape, chunk_size) for _ in range(2))
     A = torch.empty_like(R) if return_inverse else None
-    kind = kind_of(q, HV, 0, chunk_size, packing, (q, k))
-    takes = by_kind.intra_chunk(kind).takes
-    tensors = q, k, beta, gc, P, R, A
-    if takes == "gluon" and gdn_intra.intra_gluon(tensors, gated, packing):
+    kind = kind_of(q, beta.shape[-1], 0, chunk_size, packing, (q, k))
+    gluon = by_kind.intra_chunk(kind).takes == "gluon"
+    if gluon and gdn_intra.intra_gluon((q, k, beta, gc, P, R, A), gated, packing):
         return P, R, A
-    if takes == "one":
-        intra_chunk_kernel[(NT * HV,)](
-            *tensors, *chunks, T, H, HV, K, BT=chunk_size, GATED=gated,
-            PRECISION=merge_precision(k.dtype), WHOLE=whole(k, chunk_size, packing),
-            **entry(INTRA_CONFIGS, k)[K].launch(K),
-        )  # fmt: skip
-    else:
-        places = (P, None, None), (R, A, None, None)
-        _launch_two((q, k, beta, gc), *places, merge_precision(k.dtype), gated, packing)
+    places = (P, None, None), (R, A, None, None)
+    _launch_two((q, k, beta, gc), *places, merge_precision(k.dtype), gated, packing)
     return P, R, A
 
 

@@ -14,6 +14,7 @@ from linattn_edu.kernels.delta.gate import gate
 from linattn_edu.kernels.delta.gate_cumsum import gate_cumsum
 from linattn_edu.kernels.delta.kda_intra import launch_intra
 from linattn_edu.kernels.delta.warm_up import way_of
+from linattn_edu.kernels.fused.cancel import cancels, none_of
 from linattn_edu.kernels.fused.gdn_fwd import TRANSPOSED
 from linattn_edu.kernels.gluon.kernels import kda_intra, kda_scan
 from linattn_edu.kernels.pieces import Pieces, by_maps
@@ -251,10 +252,11 @@ def kda_prepare(
 def kda_gate_prepare(
     q: Tensor, k: Tensor, beta: Tensor, g: Tensor, A_log: Tensor | None = None,
     dt_bias: Tensor | None = None, *, lower_bound: float | None = None,
-    safe_bound: float | None = None, chunk_size: int, packing: Packing | None = None,
+    safe_bound: float | None = None, chunk_size: int, cancelling: bool = False,
+    packing: Packing | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Launch gate_cumsum and kda_prepare, or one kernel for both, after `gate` where g is raw;
-    arguments and result as in the reference.
+    """Launch gate_cumsum, kda_prepare and cancels, or one kernel for all, after `gate` where g is
+    raw; arguments and result as in the reference.
     """
     own, erase = strength(beta)
     kind = kind_of(q, g.shape[2], 0, chunk_size, packing, (q, k, g))
@@ -264,13 +266,16 @@ def kda_gate_prepare(
         given = gate(g, A_log, dt_bias, lower_bound=lower_bound) if raw else g
         P, A = (k.new_empty(*g.shape[:3], chunk_size) for _ in range(2))
         rows = (torch.empty_like(g, dtype=k.dtype) for _ in range(3))
-        out = torch.empty_like(g, dtype=torch.float32), P, A, *rows
+        found = none_of(k, g.shape[2], packing) if cancelling else None
+        out = torch.empty_like(g, dtype=torch.float32), P, A, *rows, found
         near = by_kind.kda_halved(k.dtype, safe_bound).takes == "none"
         if kda_intra.kda_prepare_gluon((q, k, given, own, erase), out, near, packing):
-            return out
+            return out if cancelling else out[:-1]
     options = {"chunk_size": chunk_size, "packing": packing}
     gc = gate_cumsum(g, A_log, dt_bias, lower_bound=lower_bound, **options)
-    return gc, *kda_prepare(q, k, beta, gc, lower_bound=safe_bound, **options)
+    P, A, *rows = kda_prepare(q, k, beta, gc, lower_bound=safe_bound, **options)
+    found = (cancels(P, A, own, q.shape[2], packing=packing),) if cancelling else ()
+    return gc, P, A, *rows, *found
 
 
 def kda_fused_scan(

@@ -8,7 +8,6 @@ from torch import Tensor
 from linattn_edu.kernels.delta.gate_bwd import launch_gate_bwd
 from linattn_edu.kernels.delta.kda_intra import kda_intra
 from linattn_edu.kernels.delta.l2norm import EPS, unit_of
-from linattn_edu.kernels.fused.cancel import cancels as cancelling
 from linattn_edu.kernels.fused.cancel import those
 from linattn_edu.kernels.fused.kda_bwd import gradients, launch_left, near_of, of_chunks
 from linattn_edu.kernels.fused.kda_fwd import kda_gate_prepare, launch_scan
@@ -77,10 +76,9 @@ def kda_halves(
     erase, strength = (None, beta) if write is None else (beta, write)
     packed = {"chunk_size": chunk_size, "packing": packing}
     gate, bounds = (g, A_log, dt_bias), {"lower_bound": lower_bound}
-    gc, P, A, kd, kg, qg = kda_gate_prepare(
-        q, k, beta, *gate, safe_bound=safe_bound, **bounds, **packed
+    gc, P, A, kd, kg, qg, found = kda_gate_prepare(
+        q, k, beta, *gate, safe_bound=safe_bound, cancelling=True, **bounds, **packed
     )
-    found = cancelling(P, A, beta if write is None else None, q.shape[2], packing=packing)
     ways, items, _ = those(found, v, **packed)
     pieces, o, last = scanned_forth(qg, v, chunk_size, output_final_state, packing)
     given, places = (v, strength, gc), ((o, last), scale)
@@ -111,10 +109,10 @@ def kda_halves_bwd(
     ways, items, others = those(cancels, v, **packed)
     gc, qg = (torch.empty_like(g, dtype=x) for x in (torch.float32, k.dtype))
     pieces, dv, dh0 = scanned(v, strength, gc, chunk_size, packing)
-    out, near, summed = gradients(q, v, beta, gc, write), None, False
+    out, near, summed = None, None, False
     rows = (q, k), _fine((q, k), raw, (cancels, items), packed)
-    for halves, (P, A), skipped, some in (
-        (False, inner, cancels, others), (True, fine, ways, items)
+    for halves, (P, A), skipped, some in (  # first what takes more memory, beside no gradients
+        (True, fine, ways, items), (False, inner, cancels, others)
     ):  # fmt: skip
         (own_q, own_k), into = rows[halves], (gc, qg)
         options = {"fine": halves, "items": some, "into": into, "lower_bound": lower_bound}
@@ -122,7 +120,8 @@ def kda_halves_bwd(
         given = qg, kg, kd, v, strength, gc, P, A, do, initial_state, dht
         h, v_new, dh, Z = launch_scans(given, (dv, dh0), scale, halves, skipped, pieces, packing)
         del given, kd, kg
-        near = near_of(k, h).zero_() if near is None else near
+        if out is None:
+            out, near = gradients(q, v, beta, gc, write), near_of(k, h).zero_()
         given = own_q, own_k, v, beta, gc, h, v_new, do, dh, Z, write
         summed |= launch_left(given, out, near, scale, chunk_size, packing, halves, some)
         del given, h, v_new, dh, Z

@@ -27,6 +27,7 @@ from linattn_edu.kernels.gluon.blocks import (
     ring,
 )
 from linattn_edu.kernels.gluon.gdn_solve import (
+    cancel,
     inverse,
     invert_blocks,
     join_blocks,
@@ -77,6 +78,22 @@ class Room:
 
 
 @record
+class Find:
+    """Where heads are marked that cancel, if that is asked."""
+
+    cancels_ptr: object  # [N, HV], or None
+    i_nh: object
+    rooms: object  # of each group of warps two places to work in, or None
+    G: object  # heads that are marked together
+
+    @gluon.jit
+    def look(self, w: gl.constexpr, P_s, R_s, beta_s):
+        """The w-th group of warps looks at a chunk."""
+        rows_s, sums_s = self.rooms.index(2 * w), self.rooms.index(2 * w + 1)
+        cancel(self.cancels_ptr, self.i_nh, P_s, R_s, beta_s, rows_s, sums_s, True, self.G)
+
+
+@record
 class BothGates:
     """Gates, for the scan, and gc itself."""
 
@@ -109,7 +126,7 @@ def load_later(chunks, given, i_t, gates):
 
 
 @gluon.jit
-def make_chunks(chunks, given, made, room, gcs, P_desc, A_desc, c_t, skip):
+def make_chunks(chunks, given, made, room, gcs, P_desc, A_desc, c_t, skip, find):
     """The warps that make P and R: intra_chunk_gluon_kernel's sums. P and A * G are stored, too.
 
     given: (gates,) if these warps load the chunks, too.
@@ -164,6 +181,8 @@ def make_chunks(chunks, given, made, room, gcs, P_desc, A_desc, c_t, skip):
                 async_store(A_desc, at, A_s)
         if AHEAD:
             b_S = warpgroup_mma_wait(0, [b_S])
+        if LOADS and find.cancels_ptr is not None:
+            find.look(0, P_s, made.Rs.index(j), chunks.gates.index(3 * i + 2))
     tma.store_wait(0)
 
 
@@ -175,10 +194,11 @@ def read_and_written(b_new, gate_s, dtype: gl.constexpr):
 
 
 @gluon.jit
-def scan_made(chunks, made, state, o_desc, out, scale, c_v, skip):
+def scan_made(chunks, made, state, o_desc, out, scale, c_v, skip, find):
     """Warps that scan: scan_transposed_kernel's sums in its order; S^T in halves of 64 keys.
 
-    Each product is waited for: what bounds the time is the making of P and R.
+    Each product is waited for: what bounds the time is the making of P and R. So these warps, a
+    group in its turn, look whether numbers cancel.
     """
     ks, vs, qs = chunks.rings
     gates, NT = chunks.gates, chunks.NT
@@ -227,6 +247,9 @@ def scan_made(chunks, made, state, o_desc, out, scale, c_v, skip):
             b_S1, b_S2 = warpgroup_mma_wait(0, [b_S1, b_S2])
         else:
             b_S1 = warpgroup_mma_wait(0, [b_S1])
+        if find.cancels_ptr is not None and state.V > state.BV:  # noqa: SIM102  (known beforehand)
+            if i_t % 2 == state.W:
+                find.look(state.W, made.Ps.index(j), made.Rs.index(j), gates.index(3 * i + 2))
         tma.store_wait(0)
         barrier()  # no warp reads the chunk any more, and none has to wait to write `out`
         mbarrier.arrive(made.empty.index(j), count=1)
@@ -246,16 +269,18 @@ def scan_made(chunks, made, state, o_desc, out, scale, c_v, skip):
 
 @gluon.jit(do_not_specialize=["T", "N"])
 def chunk_fwd_gluon_kernel(
-    q_desc, k_desc, v_desc, P_desc, AG_desc, o_desc, beta_ptr, gc_ptr, h0_ptr, ht_ptr, scale,
-    warmup_ptr, cu_ptr, T, N,
+    q_desc, k_desc, v_desc, P_desc, AG_desc, o_desc, beta_ptr, gc_ptr, h0_ptr, ht_ptr,
+    cancels_ptr, scale, warmup_ptr, cu_ptr, T, N,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BT: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,  # of a thread that scans
 ):  # fmt: skip
     """One program: one head of a sequence or piece, through all chunks.  Grid (N * HV).
 
-    Arguments of intra_chunk_kernel and scan_kernel of kernels/fused, see `descriptor`; P and AG are
-    written, or None both. Reference: linattn_edu.reference.fused.gdn_fwd.chunk_fwd.
+    Arguments of scores_kernel, resolvent_kernel, scan_kernel and, or None, cancels_kernel of
+    kernels/fused, see `descriptor`; P and AG are written, or None both.
+
+    Reference: linattn_edu.reference.fused.gdn_fwd.chunk_fwd.
 
     mbarriers; i: place of a chunk in the rings, j: of what is made of it::
 
@@ -290,6 +315,8 @@ def chunk_fwd_gluon_kernel(
     )
     out = ring(o_desc, WORKERS)
     gcs = numbers([STAGES, BT])
+    rooms = None if cancels_ptr is None else numbers([2 * WORKERS, BT])
+    find = Find(cancels_ptr, piece.i_nh, rooms, HV // H)
     chunks = chunks_of(
         piece, (k_desc, v_desc, q_desc), (c_k, c_v, c_k), (ks, vs, qs), BT, STAGES, WORKERS, False
     )
@@ -297,11 +324,11 @@ def chunk_fwd_gluon_kernel(
     gates = BothGates(gates_of(piece, gc_ptr, beta_ptr, HV), gcs)
     given = () if WORKERS == 2 else (gates,)
     gl.warp_specialize(
-        [(make_chunks, (chunks, given, made, room, gcs, P_desc, AG_desc, c_t, piece.skip))]
+        [(make_chunks, (chunks, given, made, room, gcs, P_desc, AG_desc, c_t, piece.skip, find))]
         + [
             (scan_made, (
                 chunks, made, state_of(w, piece, h0_ptr, ht_ptr, K, V, BV), o_desc, out.index(w),
-                scale, c_v + w * BV, piece.skip,
+                scale, c_v + w * BV, piece.skip, find,
             ))
             for w in ((0, 1) if WORKERS == 2 else (0,))
         ]
@@ -326,15 +353,15 @@ def chunk_fwd_gluon(
 ) -> None:  # fmt: skip
     """Launch the kernel on sequences or pieces.
 
-    given: q, k, v, beta, gc and h0; out, which it writes: o, ht, P and A * G, the last three or
-    None. warmup: as of scan_gluon.
+    given: q, k, v, beta, gc and h0; out, which it writes: o, ht, P, A * G and, of sequences,
+    cancels, the last four or None. warmup: as of scan_gluon.
     """
     q, k, v, beta, gc, h0 = given
-    o, ht, P, AG = out
+    o, ht, P, AG, found = out
     (H, K), (HV, V) = q.shape[2:], v.shape[2:]
     inner = (descriptor(x, CHUNK) for x in (P, AG))
     chunk_fwd_gluon_kernel[(pieces.N * HV,)](
         descriptor(q, K), descriptor(k, K), descriptor(v, V), *inner, descriptor(o, BV),
-        beta, gc, h0, ht, scale, warmup, pieces.cu_seqlens, pieces.T, pieces.N, H, HV, K, V,
+        beta, gc, h0, ht, found, scale, warmup, pieces.cu_seqlens, pieces.T, pieces.N, H, HV, K, V,
         **TILES[V], REGISTERS=REGISTERS[V, AG is not None], **OPTIONS,
     )  # fmt: skip

@@ -71,7 +71,7 @@ def intra_chunk_gluon_kernel(
 ):  # fmt: skip
     """One program: one chunk of one head.  Grid (NT * HV).
 
-    Arguments of intra_chunk_kernel of kernels/fused/gdn_intra.py. With NEAR the chunks are so many
+    Arguments of the two kernels of kernels/fused/gdn_intra.py. With NEAR the chunks are so many
     at the end of each sequence in chunks_ptr [n], of whole chunks.
     Reference: linattn_edu.reference.fused.gdn_intra.intra_chunk.
     """
@@ -254,9 +254,9 @@ def intra_gluon(
     go: tuple[Tensor | None, Tensor | None] = (None, None), rows: Tensor | None = None,
     near: int = 0,
 ) -> None:  # fmt: skip
-    """Launch the kernel that suits the sequences: the same bits. given: the tensors of
-    intra_chunk_kernel, whose P, R and, if there is one, A it writes. go: go and done of the one
-    with the ring. rows, near: only so many chunks at the ends of these sequences of whole chunks.
+    """Launch the kernel that suits the sequences: the same bits. given: the tensors of the first,
+    whose P, R and, if there is one, A it writes. go: go and done of the one with the ring. rows,
+    near: only so many chunks at the ends of these sequences of whole chunks.
     """
     q, k, beta, gc, P, R, A = given
     T, H, K = k.shape[1:]

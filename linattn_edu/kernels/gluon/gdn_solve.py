@@ -10,8 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 from triton.runtime.jit import constexpr_function
 
+from linattn_edu.kernels.fused.cancel import INVERSE, SCORES
 from linattn_edu.kernels.gluon.blocks import operand, product
-from linattn_edu.kernels.gluon.layouts import ALONG, MMA, ROWS
+from linattn_edu.kernels.gluon.layouts import ALONG, MMA, ROWS, VECTOR
 from linattn_edu.kernels.gluon.names import barrier
 
 # a product's result [64, 64], and the same numbers as [4, 16, 4, 16]: blocks of 16 rows, which are
@@ -248,3 +249,29 @@ def inverse(b_A, G, n_s, w_s, GATED: gl.constexpr):
     if GATED:
         b_A *= G  # the product with b_w is that of `resolvent`
     return b_A * b_w * n_s.load(ALONG)[None, :]
+
+
+@gluon.jit
+def cancel(
+    cancels_ptr, i_nh, P_s, R_s, beta_s, rows_s, sums_s, WRITTEN: gl.constexpr, G: gl.constexpr
+):  # fmt: skip
+    """-1 to the G heads of q/k head i_nh // G of all, if the numbers of a chunk cancel.
+
+    P_s: P.  R_s: R, or without WRITTEN what times diag(beta) is R; both for products.
+    beta_s: [64] in fp32.  rows_s, sums_s: [64] in fp32, to work in.
+    """
+    b_PR = product(P_s, R_s, gl.full([64, 64], 0.0, gl.float32, MMA), False)
+    b_beta = beta_s.load(ALONG)[None, :]
+    b_R = R_s.load(MMA).to(gl.float32) * (1.0 if WRITTEN else b_beta)
+    rows_s.store(gl.sum(b_R * b_R, 1))
+    b_P = P_s.load(MMA).to(gl.float32)
+    b_rows = rows_s.load(ALONG)[None, :]
+    b_PR = warpgroup_mma_wait(0, [b_PR]) * (1.0 if WRITTEN else b_beta)
+    # eq:11-cancels   r = sum_j |P_j|^2 |R_j|^2 / |P R|^2
+    sums_s.store(gl.sum(b_P * b_P * b_rows - SCORES * SCORES * (b_PR * b_PR), 1))
+    b_beta = beta_s.load(VECTOR)
+    b_x = rows_s.load(VECTOR) - INVERSE * INVERSE * (b_beta * b_beta)
+    few = (gl.sum(sums_s.load(VECTOR), 0) <= 0) & (gl.sum(b_x, 0) <= 0)
+    if few == 0:
+        for i in gl.static_range(G):
+            gl.store(cancels_ptr + i_nh // G * G + i, -1)

@@ -14,9 +14,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from linattn_edu.kernels.delta.kda_intra import NEAR
+from linattn_edu.kernels.fused.cancel import sequence_of_chunk
 from linattn_edu.kernels.gluon.blocks import CHUNK, add, kept, numbers, product
 from linattn_edu.kernels.gluon.gdn_intra import store_matrix
-from linattn_edu.kernels.gluon.gdn_solve import inverse, invert_blocks, join_blocks, nothing
+from linattn_edu.kernels.gluon.gdn_solve import (
+    cancel,
+    inverse,
+    invert_blocks,
+    join_blocks,
+    nothing,
+)
 from linattn_edu.kernels.gluon.layouts import ALONG, MMA, ROWS
 from linattn_edu.kernels.gluon.names import async_read, barrier, record, reinterpret
 from linattn_edu.kernels.gluon.support import ALLOCATE, attempt
@@ -275,6 +282,7 @@ def kda_prepare_gluon_kernel(
     gc_ptr,  # [B, T, HV, K] out: log2, cumulative within a chunk
     P_ptr, A_ptr,  # [B, T, HV, BT] out
     kd_ptr, kg_ptr, qg_ptr,  # [B, T, HV, K] out
+    cancels_ptr,  # of cancels_kernel, or None
     cu_ptr, chunks_ptr, T,  # of chunk_of
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, BT: gl.constexpr,
     NEAR_ALL: gl.constexpr,  # a promise: no row is far
@@ -288,7 +296,7 @@ def kda_prepare_gluon_kernel(
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BT, 64], dtype)
     rows: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
     cube: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    i_h, _, first, n_t = chunk_of(gl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
+    i_h, i_c, first, n_t = chunk_of(gl.program_id(0), cu_ptr, chunks_ptr, T, HV, BT)
     i, i_k = first * HV + i_h, (first * H + i_h // (HV // H)) * K
     x_s = gl.allocate_shared_memory(dtype, [2 * N, BT, 64], tile)
     F_s = two_tiles(dtype, tile)
@@ -356,9 +364,14 @@ def kda_prepare_gluon_kernel(
     b_A = inverse(b_A, G, n_s, w_s, False).to(dtype)
     barrier()
     A_s.store(b_A)
+    if cancels_ptr is not None:
+        fence_async_shared()
     barrier()
     store_matrix(P_ptr + i * BT, P_s, HV * BT, n_t, BT)
     store_matrix(A_ptr + i * BT, A_s, HV * BT, n_t, BT)
+    if cancels_ptr is not None:
+        i_nh = sequence_of_chunk(i_c, chunks_ptr, T, BT) * HV + i_h
+        cancel(cancels_ptr, i_nh, P_s, A_s, beta_s, n_s, w_s, False, HV // H)
 
 
 OPTIONS = {"num_warps": 4, "maxnreg": 255, **ALLOCATE}
@@ -366,8 +379,9 @@ OPTIONS = {"num_warps": 4, "maxnreg": 255, **ALLOCATE}
 
 @attempt
 def kda_prepare_gluon(
-    given: tuple[Tensor | None, ...], out: tuple[Tensor, ...], near: bool, packing: Packing | None
-) -> None:
+    given: tuple[Tensor | None, ...], out: tuple[Tensor | None, ...], near: bool,
+    packing: Packing | None,
+) -> None:  # fmt: skip
     """Launch kda_prepare_gluon_kernel; given: its q, k, g, beta and erase; out: what it writes;
     near: a promise that no row is far.
     """

@@ -220,24 +220,13 @@ def chunk_limit(kind: Kind) -> Choice:
 INTRA = (
     *GLUON, BFLOAT16, ("K={K}: 64 or 128 keys are wanted", lambda k: k.K in limits.HEADS), ALIGNED
 )  # fmt: skip
-# both in one, where that is faster and has run on a GPU: 16 bit, chunks of 64, a key head for each
-# value head, since each of those has its own program
-ONE = (
-    ("{generation} GPU", lambda k: k.generation in LATER),
-    ("{dtype}", lambda k: k.dtype.itemsize == 2),
-    ("K={K}", lambda k: k.K in limits.HEADS),
-    ("chunks of {C}", lambda k: k.C == limits.CHUNK),
-    ("several value heads of a q/k head", lambda k: k.H == k.HV),
-)
 
 
 @decision
 def intra_chunk(kind: Kind) -> Choice:
-    """Of Gated DeltaNet: in "gluon", in "one" kernel of plain Triton, or in "two"."""
+    """Of Gated DeltaNet: in "gluon", or in "two" kernels of plain Triton."""
     why = first(INTRA, kind)
-    if why is None:
-        return Choice("gluon", "Hopper, bfloat16, K={K}, chunks of {C}")
-    return Choice("two" if first(ONE, kind) else "one", why)
+    return either(why, "two", "gluon", "Hopper, bfloat16, K={K}, chunks of {C}")
 
 
 # the order is by what a reader would ask first

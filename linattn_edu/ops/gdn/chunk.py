@@ -277,14 +277,13 @@ class Stages:
 class FusedStages:
     """The same passes in fused stages: intra_chunk, or intra_halves, for solve, scan for wy, state
     and output; scans, which is scan_states for wy and state beside scan_bwd for state_bwd, and
-    intra_chunk_bwd for output_bwd and wy_bwd. chunk_fwd is intra_chunk and scan, chunk_bwd is
-    scans and intra_chunk_bwd.
+    intra_chunk_bwd for output_bwd and wy_bwd. chunk_fwd is intra_chunk, scan and, where it is
+    asked, cancels; chunk_bwd is scans and intra_chunk_bwd.
     """
 
     gate_cumsum: Callable = stage("delta.gate_cumsum")
     intra_chunk: Callable = stage("fused.gdn_intra")
     intra_halves: Callable = stage("fused.gdn_intra")
-    cancels: Callable = stage("fused.cancel")
     those: Callable = stage("fused.cancel")
     scan: Callable = stage("fused.gdn_fwd")
     chunk_fwd: Callable = stage("fused.gdn_fwd")
@@ -423,25 +422,23 @@ def forward(
         cp.send(make, given, initial_state, **packed)
         return cp.promised(stages.cp_merge, initial_state)
 
-    if isinstance(stages, FusedStages) and halves:
-        only, inner, made = None, None, None
+    if isinstance(stages, FusedStages) and (halves or "A" not in keep):
         scan = {"scale": scale, "output_final_state": output_final_state, **packed}
+        only, inner, made = None, None, None
+        if halves < 2:
+            o, final_state, P, AG, found = stages.chunk_fwd(
+                q, k, v, beta, gc, initial_state, None if cp is None else enter,
+                keep="AG" in keep, cancelling=halves == 1, chunk_size=chunk_size, **scan,
+            )  # fmt: skip
         if halves == 1:
-            inverse = {"return_inverse": True, "gated": True}
-            P, R, AG = stages.intra_chunk(q, k, beta, gc, **inverse, **options)
-            found = stages.cancels(P, AG, beta, q.shape[2], **packed)
-            only, inner = stages.those(found, k, **options), (P, AG)
-            made = stages.scan(q, k, v, gc, P, R, initial_state, ways=found, **scan)
-            del R
-        P, AG, P_low, AG_low = stages.intra_halves(q, k, beta, gc, only, inner, **options)
-        o, final_state = stages.scan(
-            q, k, v, gc, P, AG, initial_state, beta, (P_low, AG_low), only and only[0], made, **scan
-        )
-    elif isinstance(stages, FusedStages) and "A" not in keep:
-        o, final_state, P, AG = stages.chunk_fwd(
-            q, k, v, beta, gc, initial_state, None if cp is None else enter, scale=scale,
-            output_final_state=output_final_state, keep="AG" in keep, **options,
-        )  # fmt: skip
+            only, made = stages.those(found, k, **options), (o, final_state)
+            inner = (P, AG) if "AG" in keep else None
+        if halves:
+            P, AG, P_low, AG_low = stages.intra_halves(q, k, beta, gc, only, inner, **options)
+            low, ways = (P_low, AG_low), only and only[0]
+            o, final_state = stages.scan(
+                q, k, v, gc, P, AG, initial_state, beta, low, ways, made, **scan
+            )
     elif isinstance(stages, FusedStages):
         P, R, A = stages.intra_chunk(q, k, beta, gc, return_inverse=True, **options)
         state = initial_state if cp is None else enter(stages.scan_map, (k, v, gc, R))

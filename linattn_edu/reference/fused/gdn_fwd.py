@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from linattn_edu.reference.fused.cancel import cancels
 from linattn_edu.reference.fused.gdn_intra import intra_chunk
 from linattn_edu.reference.tiles import (
     chosen,
@@ -136,7 +137,8 @@ def chunk_fwd(
     chunk_size: int,
     output_final_state: bool = False,
     keep: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    cancelling: bool = False,
+) -> tuple[Tensor | None, ...]:
     """intra_chunk and then scan. What the first makes of a chunk only the second reads, and the
     backward pass: so one kernel may hand it over on the chip.
 
@@ -145,14 +147,17 @@ def chunk_fwd(
         enter: Over ranks, what gives the state that enters, of a function that makes the map of the
             piece and what that one reads.
         keep: Whether P and A * G are returned, from which the backward pass starts.
+        cancelling: Whether to find the heads that cancel, too.
     Returns:
-        o, the final state or None, and P and A * G [B, T, HV, C], or None both.
-    Source: chapter 24.
+        o, the final state or None, P and A * G [B, T, HV, C], or None both; and what `cancels`
+        returns, or None. Of heads that cancel o and the state may be anything.
+    Source: chapters 11b and 24.
     """
-    P, R, AG = intra_chunk(q, k, beta, gc, chunk_size=chunk_size, return_inverse=keep, gated=keep)
+    P, R, AG = intra_chunk(q, k, beta, gc, chunk_size=chunk_size, return_inverse=True, gated=True)
+    found = cancels(P, AG, beta, q.shape[2]) if cancelling else None
     if enter is not None:
         initial_state = enter(scan_map, (k, v, gc, R))
     o, final_state = scan(
         q, k, v, gc, P, R, initial_state, scale=scale, output_final_state=output_final_state
     )
-    return o, final_state, P if keep else None, AG
+    return o, final_state, *((P, AG) if keep else (None, None)), found

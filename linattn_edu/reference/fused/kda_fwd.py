@@ -5,6 +5,7 @@ from torch import Tensor
 
 from linattn_edu.reference.delta.gate_cumsum import gate_cumsum
 from linattn_edu.reference.delta.kda_intra import kda_intra
+from linattn_edu.reference.fused.cancel import cancels
 from linattn_edu.reference.fused.kda_scans import kda_gated, of_heads, written
 from linattn_edu.reference.tiles import compute_dtype, from_chunks, pad_gate, to_chunks
 
@@ -46,6 +47,7 @@ def kda_gate_prepare(
     lower_bound: float | None = None,
     safe_bound: float | None = None,
     chunk_size: int,
+    cancelling: bool = False,
 ) -> tuple[Tensor, ...]:
     """gate_cumsum and then kda_prepare. What the first makes is read by the second, which may have
     it on the chip.
@@ -53,12 +55,15 @@ def kda_gate_prepare(
     Args:
         q, k, beta: as in kda_prepare.  g, A_log, dt_bias, lower_bound: as in gate_cumsum.
         safe_bound: lower_bound of kda_prepare.
+        cancelling: Whether to find the heads that cancel, too.
     Returns:
-        gc of gate_cumsum, and what kda_prepare returns.
+        gc of gate_cumsum, what kda_prepare returns, and with cancelling what `cancels` does.
     Source: chapter 24.
     """
     gc = gate_cumsum(g, A_log, dt_bias, lower_bound=lower_bound, chunk_size=chunk_size)
-    return gc, *kda_prepare(q, k, beta, gc, chunk_size=chunk_size, lower_bound=safe_bound)
+    P, A, *rows = kda_prepare(q, k, beta, gc, chunk_size=chunk_size, lower_bound=safe_bound)
+    found = (cancels(P, A, beta if beta.ndim == 3 else None, q.shape[2]),) if cancelling else ()
+    return gc, P, A, *rows, *found
 
 
 def kda_fused_scan(

@@ -4,7 +4,6 @@ from torch import Tensor
 
 from linattn_edu.reference.delta.gate_bwd import gate_bwd
 from linattn_edu.reference.delta.l2norm import l2norm
-from linattn_edu.reference.fused.cancel import cancels as cancelling
 from linattn_edu.reference.fused.kda_bwd import kda_fused_intra_bwd
 from linattn_edu.reference.fused.kda_fwd import kda_fused_scan, kda_gate_prepare
 from linattn_edu.reference.fused.kda_scans import kda_fused_scans, kda_gates
@@ -62,11 +61,12 @@ def kda_halves(
     scan = {"scale": scale, "output_final_state": output_final_state}
     made = []
     for rows in ((q, k), _fine(q, k, raw, chunk_size)):
-        gc, P, A, kd, kg, qg = kda_gate_prepare(*rows, beta, g, A_log, dt_bias, **options)
+        gc, P, A, kd, kg, qg, some = kda_gate_prepare(
+            *rows, beta, g, A_log, dt_bias, cancelling=True, **options
+        )
         o, S = kda_fused_scan(qg, kg, kd, v, strength, gc, P, A, initial_state, **scan)
-        made.append((o, S, P, A))
-    (o, S, P, A), (o_fine, S_fine, *fine) = made
-    found = cancelling(P, A, beta if write is None else None, q.shape[2])
+        made.append((o, S, P, A, some))
+    (o, S, P, A, found), (o_fine, S_fine, *fine, _) = made
     o, S = chosen(-1 - found, o_fine, o), chosen(-1 - found, S_fine, S, 1)
     return o, S, P, A, *fine, found
 
