@@ -129,7 +129,8 @@ def test_what_is_made(gates, sends, force, monkeypatch):
     with interpreted() as ran:
         found = gdn_fwd.chunk_fwd(*args, None, enter, **options)
     assert names(ran) == sorted(MAP * sends + ["chunk_fwd", *APART])
-    for a, b in zip(found, chunk_fwd(*args, None, refers, **options), strict=True):
+    want = chunk_fwd(*args, None, refers, **options)
+    for a, b in zip(found[:-1], want[:-1], strict=True):
         assert_close("a result", a, b, 1e-2)
     far, behind = MADE[gates]
     assert went == ([None, far, behind] if sends else [far or behind])
@@ -186,7 +187,7 @@ def test_in_a_graph(pieces, device, force):
     def call():
         gc = gate_cumsum_kernel(x["g"], chunk_size=64)
         args = x["q"], x["k"], x["v"], x["beta"], gc
-        return (*gdn_fwd.chunk_fwd(*args, None, enter, **options), out)
+        return (*gdn_fwd.chunk_fwd(*args, None, enter, **options)[:-1], out)
 
     want = []
     for gates in GATES.values():

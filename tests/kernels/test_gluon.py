@@ -66,7 +66,7 @@ def products_of(row):
         halves = row["K"] // 64
         ahead = halves == 1 or not row["keep"]
         first = 4 * halves * ahead  # K K^T of the first chunk, before the loop
-        return first + 2 * 4 * halves + 4 * 4 + halves * 4 * (3 * halves + 2) + 4 * row["finds"]
+        return first + 2 * 4 * halves + 4 * 4 + halves * 4 * (3 * halves + 2 + row["finds"])
     if name == "kda_prepare_gluon_kernel":  # a block of rows at a time; far ones; four of 64 terms
         return 4 * 4 * 2 + 4 * 2 * 4 * (not row["near"]) + 4 * 4 + 4 * row["finds"]
     if name == "ssd_bwd_dx_gluon_kernel":  # scores; of a head, by tile, and what is of both
@@ -109,7 +109,7 @@ SPILLED = {
     "kda_intra_bwd_gluon_kernel": 512,
     "kda_prepare_gluon_kernel": 0 if support.THIS < (3, 9) else 4,  # of one number
     "scan_intra_bwd_gluon_kernel": 32,
-    "chunk_fwd_gluon_kernel": 276,  # where states are given and returned; else 56, and 144 of 64
+    "chunk_fwd_gluon_kernel": 300,  # where states are given and returned; else 92, and 144 of 64
     "ssd_bwd_dx_gluon_kernel": 276,
     "ssd_bwd_dc_gluon_kernel": 0,
     "ssd_states_gluon_kernel": 0,
@@ -140,7 +140,7 @@ def test_compiled_for_hopper():
     results kept are those of today's kernels.
     """
     rows = lines_of("compile_gluon.py", *["--all"] * FULL)
-    assert len(rows) == 79 and {row["kernel"] for row in rows} == {*PRODUCTS, *SPILLED}
+    assert len(rows) == 80 and {row["kernel"] for row in rows} == {*PRODUCTS, *SPILLED}
     assert any(row["compiled"] for row in rows)
     for row in rows:
         result = row["compiled"] or row["kept"]
@@ -157,7 +157,7 @@ def test_compiled_for_hopper():
         known = support.THIS == (3, 8) and row["kernel"] == "kda_intra_bwd_gluon_kernel"
         # where they wait for one another in the scan, which has the time
         if row["kernel"] == "chunk_fwd_gluon_kernel":
-            known, most = row["K"] == 64 or row["keep"], 144 if row["K"] == 64 else 276
+            known, most = row["K"] == 64 or row["keep"], 144 if row["K"] == 64 else 300
         assert result["spilled"] <= most, row
         assert result["spilled_as_run"] <= max(most, AS_RUN.get(row["kernel"], 0)), row
         assert result["serialized"] == known, row

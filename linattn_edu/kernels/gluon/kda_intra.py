@@ -318,10 +318,9 @@ def kda_prepare_gluon_kernel(
     sums_s, firsts_s, zero_s, beta_s = numbers([256]), numbers([256]), numbers([BT]), numbers([BT])
     n_s, w_s, u_s = numbers([BT]), numbers([BT]), numbers([BT])
     D_s = gl.allocate_shared_memory(gl.float32, [4, 16, 16], cube)
+    b_beta = gl.where(o_t < n_t, 1.0, 0.0)
     if erase_ptr is None:
         b_beta = gl.load(beta_ptr + i + o_t * HV, mask=o_t < n_t, other=0.0).to(gl.float32)
-    else:
-        b_beta = gl.where(o_t < n_t, 1.0, 0.0)
     beta_s.store(b_beta)
     zero_s.store(gl.full([BT], 0.0, gl.float32, line))
     out = Out(gc_ptr + i * K, kd_ptr + i * K, kg_ptr + i * K, qg_ptr + i * K, HV * K, n_t)
