@@ -82,6 +82,7 @@ def each_stage(stages, calls: dict[str, Callable]) -> None:
     if "chunk_fwd" in calls:
         whole = calls.pop("chunk_fwd")
         (q, k, v, beta, gc, h0, _), options = whole.args, dict(whole.keywords)  # without ranks
+        del options["cancelling"]  # of a beta of which nothing is said
         chunks, keep = {"chunk_size": options.pop("chunk_size")}, options.pop("keep")
         chunks |= {"return_inverse": keep, "gated": keep}
         calls["intra_chunk"] = partial(stages.intra_chunk, q, k, beta, gc, **chunks)
