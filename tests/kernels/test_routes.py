@@ -352,13 +352,14 @@ MAPS = {"T": 8192, "H": 8, "HV": 8}  # pieces are entered by maps
 
 
 def test_the_forward_pass_in_one_kernel(monkeypatch):
-    def takes(sequences=8, **other):
+    def takes(sequences=8, cancelling=False, **other):
         load = Load(GOOD._replace(**other), sequences, 132)
-        return by_load.chunk_fwd(load).takes == "one"
+        return by_load.chunk_fwd(load, cancelling).takes == "one"
 
     narrow = {"K": 64, "V": 64}
     assert takes() and takes(16) and takes(H=4) and takes(16, **narrow)
     assert takes(T=8192) and takes(1, T=32768) and not takes(1, T=16384)  # in 2, 8 and 4 pieces
+    assert takes(cancelling=True) and not takes(T=8192, cancelling=True)  # marked in no piece
     for other in (
         *NOT_GLUON, *NOT_WHOLE, *NOT_BFLOAT16, {"K": 64}, {"V": 64}, {"V": 256}, MAPS,
         {"aligned": False},

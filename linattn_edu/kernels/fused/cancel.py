@@ -74,7 +74,7 @@ def those_kernel(
         i_n = sequence_of_chunk(tl.minimum(i + o, items - 1) // H, chunks_ptr, T, BT)
         at, some = cancels_ptr + i_n * HV + (i + o) % H * (HV // H), i + o < items
         if chunks_ptr is not None:
-            some = some & (i_n * HV < heads)  # chunks of packing.room are of no sequence: the last
+            some = some & (i_n * HV < heads)  # the last chunks of packing.room are of none
         found = -tl.load(at, mask=some, other=0)
         before = n + tl.cumsum(found, 0)
         tl.store(items_ptr + before, i + o, mask=found > 0)

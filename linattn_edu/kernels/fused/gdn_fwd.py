@@ -337,10 +337,10 @@ def chunk_fwd(
     """
     K, (HV, V) = q.shape[3], v.shape[2:]
     load = load_of(kind_of(q, HV, V, chunk_size, packing, (q, k, v)), q, packing)
-    cut = by_kind.pieces_by_warm_up(load.kind).takes
-    if by_load.chunk_fwd(load).takes == "one" and not (cut and cancelling):
+    if by_load.chunk_fwd(load, cancelling).takes == "one":
         kept = [q.new_empty(*gc.shape, chunk_size) if keep else None for _ in range(2)]
-        found, far = none_of(q, HV, packing) if cancelling else None, []
+        found = none_of(q, HV, packing) if cancelling else None
+        cut, far = by_kind.pieces_by_warm_up(load.kind).takes, []
         if cut or enter is not None:  # for heads that do not forget
             R = q.new_empty(*gc.shape, chunk_size)
             P = kept[0] if keep else torch.empty_like(R)

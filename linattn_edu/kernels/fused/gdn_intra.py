@@ -5,11 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_edu.kernels.delta.solve import (
-    kkt,
-    merge_precision,
-    unit_lower_inverse,
-)
+from linattn_edu.kernels.delta.solve import kkt, merge_precision, unit_lower_inverse
 from linattn_edu.kernels.gluon.kernels import gdn_intra
 from linattn_edu.kernels.routes import by_kind, kind_of
 from linattn_edu.kernels.rows import chunk_args, entry, row

@@ -197,8 +197,8 @@ def read_and_written(b_new, gate_s, dtype: gl.constexpr):
 def scan_made(chunks, made, state, o_desc, out, scale, c_v, skip, find):
     """Warps that scan: scan_transposed_kernel's sums in its order; S^T in halves of 64 keys.
 
-    Each product is waited for: what bounds the time is the making of P and R. So these warps, a
-    group in its turn, look whether numbers cancel.
+    Each product is waited for: what bounds the time is the making of P and R. So where two
+    groups scan they look, by turns, whether numbers cancel; else those that make P and R do.
     """
     ks, vs, qs = chunks.rings
     gates, NT = chunks.gates, chunks.NT

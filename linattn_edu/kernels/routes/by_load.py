@@ -110,8 +110,10 @@ def ring_programs(K: int, H: int, HV: int) -> int:
 
 
 @decision
-def chunk_fwd(load: Load) -> Choice:
-    """intra_chunk and scan of Gated DeltaNet: "one" kernel in Gluon, or "two"."""
+def chunk_fwd(load: Load, cancelling: bool = False) -> Choice:
+    """intra_chunk and scan of Gated DeltaNet: "one" kernel in Gluon, or "two".  cancelling: whether
+    heads that cancel are looked for, of which the one marks those of whole sequences.
+    """
     kind = load.kind
     if _scan(load, False).takes != "gluon" or first(INTRA, kind):
         return Choice("two", "not all in Gluon")
@@ -123,6 +125,8 @@ def chunk_fwd(load: Load) -> Choice:
         return Choice("two", "H={H}, HV={HV}: a Triton with which the last bits would be others")
     if pieces_by_maps(kind).takes:
         return Choice("two", "T={T}: a sequence is cut, and its pieces are entered by maps")
+    if cancelling and pieces_by_warm_up(kind).takes:
+        return Choice("two", "T={T}: a sequence is cut, and heads that cancel are looked for")
     programs, places = pieces_of(load) * kind.HV, limits.HEAD // kind.V * load.processors
     if programs < limits.BUSY * cdiv(programs, places) * places:
         return Choice("two", f"{programs} heads would leave multiprocessors idle")
