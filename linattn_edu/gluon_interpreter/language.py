@@ -120,6 +120,11 @@ def permute(x: Block, order: tuple[int, ...]) -> Block:
     return Block(x.data.permute(*order))
 
 
+def split(x: Block) -> tuple[Block, Block]:
+    first, second = x.data.unbind(-1)
+    return Block(first), Block(second)
+
+
 def convert_layout(x: Block, layout: object, assert_trivial: bool = False) -> Block:
     return Block(x.data)
 
@@ -296,8 +301,8 @@ class _Language:
 language = _Language()
 for _f in (
     program_id, num_programs, num_warps, arange, full, zeros_like, to_tensor, where, exp2, sum, max,
-    min, abs, associative_scan, reshape, permute, convert_layout, inline_asm_elementwise, cdiv,
-    static_range, load, store, allocate_shared_memory, barrier, warp_specialize,
+    min, abs, associative_scan, reshape, permute, split, convert_layout, inline_asm_elementwise,
+    cdiv, static_range, load, store, allocate_shared_memory, barrier, warp_specialize,
 ):  # fmt: skip
     setattr(language, _f.__name__, _f)
 language.maximum = _of_two("maximum", lambda x, y: x if x > y else y)

@@ -31,9 +31,9 @@ from linattn_edu.kernels.gluon.gdn_solve import (
     inverse,
     invert_blocks,
     join_blocks,
+    leave_blocks,
     pairs,
     resolvent,
-    scores,
 )
 from linattn_edu.kernels.gluon.layouts import ALONG, MMA
 from linattn_edu.kernels.gluon.names import async_store, barrier, record, reinterpret
@@ -71,10 +71,10 @@ class Room:
     """Shared memory in which they are made, see gdn_solve."""
 
     Xs: object
-    As: object  # Xs in 16 bit as k has, from where A * G leaves
+    As: object  # from where A * G leaves; with 64 values Xs, in 16 bit as k has
     Ns: object
     D_s: object
-    norms: object
+    norms: object  # apart, so that no warp waits between their stores
 
 
 @record
@@ -132,7 +132,6 @@ def make_chunks(chunks, given, made, room, gcs, P_desc, A_desc, c_t, skip, find)
     given: (gates,) if these warps load the chunks, too.
     """
     LOADS: gl.constexpr = len(given) == 1
-    AHEAD: gl.constexpr = LOADS or A_desc is None  # K K^T, unless A * G wants the registers
     ks, _, qs = chunks.rings
     dtype: gl.constexpr = ks.dtype
     if LOADS:
@@ -142,45 +141,42 @@ def make_chunks(chunks, given, made, room, gcs, P_desc, A_desc, c_t, skip, find)
             barrier()
             mbarrier.arrive(chunks.full.index(n % chunks.STAGES), count=1)
         gates = given[0].of(chunks.STAGES, chunks.NT, chunks.BT, False)
-    if AHEAD:
-        mbarrier.wait(chunks.full.index(0), 0)
-        b_S = warpgroup_mma_wait(0, [pairs(ks.index(0), ks.index(0))])
+    mbarrier.wait(chunks.full.index(0), 0)
+    b_S = warpgroup_mma_wait(0, [pairs(ks.index(0), ks.index(0))])
     for i_t in range(chunks.NT):
         i, j = i_t % chunks.STAGES, i_t % 2
         # 0, and the compiler cannot know, see gdn_intra
         z = i_t >> 30
-        n_s, w_s, u_s = room.norms.index(z), room.norms.index(1 + z), room.norms.index(2 + z)
+        n_s, w_s, u_s = room.norms[0].index(z), room.norms[1].index(z), room.norms[2].index(z)
         X_s, N_s, A_s = room.Xs.index(z), room.Ns.index(z), room.As.index(z)
         L_s, P_s, gc_s = made.inner.index(j), made.Ps.index(j), gcs.index(i)
-        if AHEAD:
-            b_P = pairs(qs.index(i), ks.index(i))
-        else:
-            mbarrier.wait(chunks.full.index(i), i_t // chunks.STAGES & 1)
-            b_S, b_P = scores(qs.index(i), ks.index(i))
+        b_P = pairs(qs.index(i), ks.index(i))
         mbarrier.wait(made.empty.index(j), (i_t // 2 & 1) ^ 1)
-        tma.store_wait(0)
-        barrier()  # what was made before has left
-        invert_blocks(b_S, chunks.gates.index(3 * i + 2), n_s, w_s, u_s, room.D_s, L_s, X_s, z)
+        leave_blocks(b_S, chunks.gates.index(3 * i + 2), n_s, w_s, u_s, room.D_s, L_s, z)
+        if LOADS:
+            tma.store_wait(0)
+            barrier()  # what was made before has left
+        invert_blocks(n_s, w_s, room.D_s, X_s, z)
         if LOADS:
             gates = load_later(chunks, given[0], i_t, gates)
-        if AHEAD:
-            b_P = warpgroup_mma_wait(0, [b_P])
+        b_P = warpgroup_mma_wait(0, [b_P])
+        if not LOADS:
+            tma.store_wait(0)
         b_A, b_G = join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, z)
-        if AHEAD:
-            k_s = ks.index(next_place(chunks, i_t))
-            b_S = pairs(k_s, k_s)
+        k_s = ks.index(next_place(chunks, i_t))
+        b_S = pairs(k_s, k_s)
         made.Rs.index(j).store(resolvent(b_A, b_G, w_s, u_s).to(dtype))
-        hand_over(made.full.index(j))
         if A_desc is not None:
+            if LOADS:
+                barrier()  # no product reads X_s any more
             A_s.store(inverse(b_A, b_G, n_s, w_s, True).to(dtype))
-            fence_async_shared()
-            barrier()
+        hand_over(made.full.index(j))
+        if A_desc is not None:  # noqa: SIM102  (known beforehand)
             if i_t >= skip:
                 at = [chunks.first + i_t * chunks.BT, c_t]
                 async_store(P_desc, at, P_s)
                 async_store(A_desc, at, A_s)
-        if AHEAD:
-            b_S = warpgroup_mma_wait(0, [b_S])
+        b_S = warpgroup_mma_wait(0, [b_S])
         if LOADS and find.cancels_ptr is not None:
             find.look(0, P_s, made.Rs.index(j), chunks.gates.index(3 * i + 2))
     tma.store_wait(0)
@@ -304,14 +300,17 @@ def chunk_fwd_gluon_kernel(
     full, empty = bar_pairs(2, 1, WORKERS)
     made = Made(Rs, Ps, inner, full, empty)
     Xs = gl.allocate_shared_memory(gl.float16, [1, BT, BT], tile)
+    As = reinterpret(Xs, k_desc.dtype, [1, BT, BT], tile)
+    if WORKERS == 2:
+        As = gl.allocate_shared_memory(k_desc.dtype, [1, BT, BT], tile)
     room = Room(
         Xs,
-        reinterpret(Xs, k_desc.dtype, [1, BT, BT], tile),
+        As,
         gl.allocate_shared_memory(gl.float16, [1, BT, BT], tile),
         gl.allocate_shared_memory(
             gl.float32, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
         ),
-        numbers([3, BT]),
+        (numbers([1, BT]), numbers([1, BT]), numbers([1, BT])),
     )
     out = ring(o_desc, WORKERS)
     gcs = numbers([STAGES, BT])
@@ -343,7 +342,7 @@ TILES = {64: {"BT": CHUNK, "BV": BV, "STAGES": 2}, 128: {"BT": CHUNK, "BV": BV, 
 OPTIONS = {"num_warps": 4, "maxnreg": 128, **ALLOCATE}
 # values, whether P and A * G are kept -> registers of a thread that scans. Of those at the start
 # a warp that only loads keeps 24, the warps that make P and R take the rest
-REGISTERS = {(64, True): 112, (64, False): 112, (128, True): 168, (128, False): 176}
+REGISTERS = {(64, True): 112, (64, False): 112, (128, True): 176, (128, False): 176}
 
 
 @attempt

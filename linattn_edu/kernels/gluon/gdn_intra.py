@@ -27,6 +27,7 @@ from linattn_edu.kernels.gluon.gdn_solve import (
     inverse,
     invert_blocks,
     join_blocks,
+    leave_blocks,
     resolvent,
     scores,
 )
@@ -108,7 +109,8 @@ def intra_chunk_gluon_kernel(
     fence_async_shared()
     barrier()
     b_S, b_P = scores(q_s, k_s)
-    invert_blocks(b_S, beta_s, n_s, w_s, u_s, D_s, L_s, X_s, 0)
+    leave_blocks(b_S, beta_s, n_s, w_s, u_s, D_s, L_s, 0)
+    invert_blocks(n_s, w_s, D_s, X_s, 0)
     b_A, G = join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, 0)
     R_s = reinterpret(L_s, dtype, [BT, BT], tile)
     R_s.store(resolvent(b_A, G, w_s, u_s).to(dtype))
@@ -134,7 +136,7 @@ class Memory:
     inner: object  # three of [64, 64] in fp16, see gdn_solve; R and A leave from the first two
     D_s: object
     gates: object  # two places of gc and beta
-    norms: object
+    norms: object  # apart, so that no warp waits between their stores
     full: object  # q and k have come
     gates_full: object
     empty: object  # q and k have been read, and what was made before has left
@@ -169,7 +171,7 @@ def compute_items(P_desc, R_desc, A_desc, m, N, H: gl.constexpr, G: gl.constexpr
     """The warps that compute: intra_chunk_gluon_kernel's sums."""
     dtype: gl.constexpr = m.Ps.dtype
     tile: gl.constexpr = m.Ps.layout
-    n_s, w_s, u_s = m.norms.index(0), m.norms.index(1), m.norms.index(2)
+    n_s, w_s, u_s = m.norms
     for n in range(N):
         # 0, and the compiler cannot know: else it makes all masks and addresses before the loop,
         # and they hold every register
@@ -186,7 +188,8 @@ def compute_items(P_desc, R_desc, A_desc, m, N, H: gl.constexpr, G: gl.constexpr
         tma.store_wait(0)
         barrier()  # no warp reads q and k any more, nor the copies what was made before
         mbarrier.arrive(m.empty, count=1)
-        invert_blocks(b_S, beta_s, n_s, w_s, u_s, m.D_s, L_s, X_s, z)
+        leave_blocks(b_S, beta_s, n_s, w_s, u_s, m.D_s, L_s, z)
+        invert_blocks(n_s, w_s, m.D_s, X_s, z)
         b_A, b_G = join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, z)
         R_s.store(resolvent(b_A, b_G, w_s, u_s).to(dtype))
         if A_desc is not None:
@@ -233,7 +236,7 @@ def intra_chunk_ring_gluon_kernel(
         ring(q_desc, 1), ring(k_desc, 1), ring(P_desc, 1),
         gl.allocate_shared_memory(gl.float16, [3, BT, BT], P_desc.layout),
         gl.allocate_shared_memory(gl.float32, [4, 16, 16], cube), numbers([4, BT]),
-        numbers([3, BT]), bar(1), bar(1), bar(1),
+        (numbers([BT]), numbers([BT]), numbers([BT])), bar(1), bar(1), bar(1),
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize([

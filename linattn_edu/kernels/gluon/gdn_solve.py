@@ -188,14 +188,14 @@ def scores(q_s, k_s):
 
 
 @gluon.jit
-def invert_blocks(b_S, beta_s, n_s, w_s, u_s, D_s, L_s, X_s, z):
-    """The blocks of 16 on L's diagonal inverted in X_s, the others in L_s, for `join_blocks`.
+def leave_blocks(b_S, beta_s, n_s, w_s, u_s, D_s, L_s, z):
+    """L in blocks of 16: those on the diagonal to D_s, the others to L_s.
 
     Four warps, all of them at once, as in what follows; nothing is allocated.
 
     b_S: K K^T of `scores`.  beta_s: [64] in fp32, 0 of tokens that are missing.
     n_s, w_s, u_s: [64] in fp32 out: powers of two n, 1 / n, and beta n.
-    D_s: [4, 16, 16] in fp32, to work in.  L_s, X_s: [64, 64] in fp16, for products.
+    D_s: [4, 16, 16] in fp32.  L_s: [64, 64] in fp16, for products.
     z: 0, where a loop is around it a number of which the compiler does not know that it is.
     """
     # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
@@ -204,9 +204,32 @@ def invert_blocks(b_S, beta_s, n_s, w_s, u_s, D_s, L_s, X_s, z):
     b_beta = beta_s.reshape([4, 16]).load(gl.SliceLayout(2, gl.SliceLayout(2, BLOCKS)))
     D_s.store(b_D * -b_beta[:, :, None])
     leave_lower(b_S, w_s, u_s, L_s, z)
+
+
+@gluon.jit
+def invert_blocks(n_s, w_s, D_s, X_s, z):
+    """The blocks on L's diagonal inverted in X_s, [64, 64] in fp16, for `join_blocks`."""
     leave_inverses(substitute(D_s, z), n_s, w_s, X_s, z)
     fence_async_shared()
     barrier()
+
+
+@gluon.jit
+def middle(x, dtype: gl.constexpr):
+    """Columns 16 to 32 and 32 to 48 of a product's result, as operands."""
+    x = gl.permute(gl.reshape(x.to(dtype), [64, 2, 2, 16]), (0, 3, 2, 1))
+    first, last = gl.split(x)
+    mma: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    b_2 = gl.convert_layout(gl.split(first)[1], mma)
+    return b_2, gl.convert_layout(gl.split(last)[0], mma)
+
+
+@gluon.jit
+def times_blocks(x, N_s, acc):
+    """x N + acc, where of x N only the columns and rows 16 to 48 are no zeros."""
+    b_2, b_3 = middle(x, gl.float16)
+    acc = product(b_2, N_s.slice(16, 16), acc)
+    return product(b_3, N_s.slice(32, 16), acc)
 
 
 @gluon.jit
@@ -219,7 +242,9 @@ def join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, z):
     """
     zero = gl.full([64, 64], 0.0, gl.float32, MMA)
     # eq:delta-merge   X_21 = -X_22 L_21 X_11: A = (I - N)^-1 X with N = -X L, and N^4 = 0
-    b_N = product(X_s.permute((1, 0)), L_s, zero, False)
+    X_t = X_s.permute((1, 0))
+    b_N = product(X_t.slice(16, 16, dim=1), L_s.slice(16, 16), zero, False)
+    b_N = product(X_t.slice(32, 32, dim=1), L_s.slice(32, 32), b_N)
     # eq:delta-intra   P = Q K^T * G
     G = decays(gc_s, z)
     P_s.store((b_P * G).to(P_s.dtype))
@@ -227,8 +252,8 @@ def join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, z):
     N_s.store(b_N.to(gl.float16))
     fence_async_shared()
     barrier()
-    b_U = warpgroup_mma_wait(0, [product(operand(b_N, gl.float16), N_s, b_N)])
-    b_U = warpgroup_mma_wait(0, [product(operand(b_U, gl.float16), N_s, b_N)])
+    b_U = warpgroup_mma_wait(0, [times_blocks(b_N, N_s, b_N)])
+    b_U = warpgroup_mma_wait(0, [times_blocks(b_U, N_s, b_N)])
     b_T = operand(plus_identity(b_U, z), gl.float16)
     b_A = product(b_T, X_s.permute((1, 0)), zero, False)
     return warpgroup_mma_wait(0, [b_A]), G
