@@ -80,13 +80,12 @@ class Bars:
     full_P: object
     empty_P: object
     full_new: object
-    full_h: object
-    full_v: object
-    read_P: object
+    full_h: object  # two, as of the halves of the keys
     full_Z: object
     full_M: object
     read_do: object
-    used: object
+    used: object  # two, as full_h
+    used_q: object
     updated: object
 
 
@@ -154,20 +153,21 @@ def load_back(descs, piece, m, bars, given, HV: gl.constexpr):
         mbarrier.expect(bars.full_P, 2 * 64 * 64 * 2)
         async_load(P_desc, [row, piece.i_h * 64], bars.full_P, m.Ps.index(0))
         async_load(AG_desc, [row, piece.i_h * 64], bars.full_P, m.Ps.index(1))
-        if n + 1 < NT:
-            load_do(do_desc, piece, m, bars, n + 1)
-        mbarrier.wait(bars.used, empty)
-        mbarrier.expect(bars.full_new, 2 * 64 * 64 * 2)
-        load_pair(v_new_desc, row, column, bars.full_new, m.news, 0)
-        mbarrier.expect(bars.full_h, 4 * 64 * 64 * 2)
         i_S = ((piece.i_c + i_c) * HV + piece.i_h) * 128
-        load_pair(h_desc, i_S, 0, bars.full_h, m.Ss, 0)
-        load_pair(h_desc, i_S + 64, 0, bars.full_h, m.Ss, 2)
-        mbarrier.expect(bars.full_v, 2 * 64 * 64 * 2)
-        load_pair(v_desc, row, column, bars.full_v, m.vs, 0)
+        for c in gl.static_range(2):
+            full_h = bars.full_h.index(c)
+            mbarrier.wait(bars.used.index(c), empty)
+            if c == 1:
+                mbarrier.expect(bars.full_new, 2 * 64 * 64 * 2)
+                load_pair(v_new_desc, row, column, bars.full_new, m.news, 0)
+            mbarrier.expect(full_h, 3 * 64 * 64 * 2)
+            load_pair(h_desc, i_S + c * 64, 0, full_h, m.Ss, 2 * c)
+            async_load(v_desc, [row, column + c * 64], full_h, m.vs.index(c))
+        mbarrier.wait(bars.used_q, empty)
         mbarrier.expect(bars.full_q, 2 * 64 * 64 * 2)
         load_pair(q_desc, row, piece.i_k * 128, bars.full_q, m.qs, 0)
         if n + 1 < NT:
+            load_do(do_desc, piece, m, bars, n + 1)
             b_gc, b_beta = load_keys(k_desc, piece, m, bars, given, n + 1, b_gc, b_beta)
 
 
@@ -182,12 +182,12 @@ def times_transposed(x, o, y, i, zero):
 def read_gradient(c: gl.constexpr, m, bars, i, z, turn, zero, scale):
     """Half c of dQ to the place of dO; dM's diagonal is in `parts`, sums of Q * dQ go behind it."""
     k, q = m.ks.index(2 * i + c), m.qs.index(c + z)
-    mbarrier.wait(bars.full_h, turn)
+    mbarrier.wait(bars.full_h.index(c), turn)
     mbarrier.wait(bars.full_M, turn)
     b_dq = warpgroup_mma_wait(0, [times_transposed(m.dos, 2 * i, m.Ss, 2 * c + z, zero)])
     barrier()
     mbarrier.arrive(bars.read_do, count=1)
-    mbarrier.arrive(bars.used, count=1)
+    mbarrier.arrive(bars.used.index(c), count=1)
     # eq:delta-dq   dQ = scale diag(2^gc) dO S^T + dM K
     b_dq *= gl.exp2(m.gates.index(2 * i).load(ROWS))[:, None] * scale
     b_dq = warpgroup_mma_wait(0, [product(m.inner.index(z), k, b_dq)])
@@ -226,7 +226,8 @@ def scan_back(w: gl.constexpr, m, bars, state, out, piece):
         # eq:delta-z   Z = (A * G)^T dv_new
         b_Z = product(operand(b_dv, dtype), m.Ps.index(1 + z), zero, False)
         b_Z = warpgroup_mma_wait(0, [b_Z])
-        mbarrier.wait(bars.used, turn ^ 1)  # Z and dS of the chunk after
+        mbarrier.wait(bars.used.index(0), turn ^ 1)  # dS of the chunk after
+        mbarrier.wait(bars.used.index(1), turn ^ 1)  # and Z
         store_transposed(again(b_S1, i_t).to(dtype), m.dSs.index(w + z))
         store_transposed(again(b_S2, i_t).to(dtype), m.dSs.index(2 + w + z))
         store_transposed(b_Z.to(dtype), m.Zs.index(w + z))
@@ -234,7 +235,6 @@ def scan_back(w: gl.constexpr, m, bars, state, out, piece):
         hand_over(bars.full_Z)
         if i_t > 0:  # dq of the chunk after has left
             mbarrier.arrive(bars.empty_do.index(1 - i), count=1)
-        mbarrier.arrive(bars.read_P, count=1)
         # eq:fused-ds   dS <- 2^gc_last dS + (diag(2^gc) Q)^T scale dO - (diag(2^gc) K)^T dV
         decay = gl.exp2(b_last)[None, :]
         b_S1 *= decay
@@ -247,7 +247,7 @@ def scan_back(w: gl.constexpr, m, bars, state, out, piece):
         b_S2 = product(b_do, m.qs.index(1 + z), b_S2)
         # eq:delta-dv   dV = diag(beta) Z
         b_dv = beta.load(ALONG)[None, :] * b_Z
-        mbarrier.wait(bars.read_P, turn)
+        mbarrier.wait(bars.full_Z, turn)  # both of the scan have read P and A * G
         store_transposed(b_dv.to(dtype), m.Ps.index(w + z))
         fence_async_shared()
         barrier()
@@ -318,6 +318,7 @@ def half_of_keys(c, m, bars, i, turn, zero, a_dL, b_own):
     """Half c of dK to the place of k; parts of dgc, dbeta and dgc's last row."""
     z = c >> 30  # 0, as above
     i += z
+    mbarrier.wait(bars.full_h.index(c), turn)
     b_F = times_transposed(m.Zs, z, m.Ss, 2 * c, zero)
     b_W = times_transposed(m.news, z, m.dSs, 2 * c, zero)
     b_through = own_dot(m.Ss.index(2 * c), m.dSs.index(2 * c))
@@ -326,12 +327,13 @@ def half_of_keys(c, m, bars, i, turn, zero, a_dL, b_own):
     decay = gl.exp2(gl.max(b_last, 0))
     b_dbeta = own_dot(m.Zs.index(c), m.vs.index(c))
     b_F, b_W = warpgroup_mma_wait(0, [b_F, b_W])
+    barrier()  # no warp reads the half of S, dS and v any more
+    mbarrier.arrive(bars.used.index(c), count=1)
     b_dk, b_dgc, b_dbeta, b_t = key_gradient(c, m, i, z, a_dL, b_F, b_W, b_own, b_dbeta)
-    if c == 1:
-        barrier()  # no warp reads v_new, S, Z, dS or v any more
-        mbarrier.arrive(bars.used, count=1)
     mbarrier.wait(bars.updated, turn)
-    barrier()  # no warp reads the half of k any more
+    barrier()  # no warp reads the half of k and of q any more
+    if c == 1:
+        mbarrier.arrive(bars.used_q, count=1)
     m.ks.index(2 * i + c).store(b_dk.to(m.ks.dtype))
     return (
         gl.convert_layout(gl.sum(b_dgc, 1), ROWS) + m.parts.index(1 + c).load(ROWS),
@@ -391,9 +393,7 @@ def gradients(m, bars, out, piece):
         a_dL = operand(b_P, dtype)
         fence_async_shared()
         barrier()
-        mbarrier.wait(bars.full_h, turn)
         mbarrier.wait(bars.full_q, turn)
-        mbarrier.wait(bars.full_v, turn)
         b_dgc, b_dbeta, b_through = sums, sums, sums
         for c in range(2):
             b_1, b_2, b_3 = half_of_keys(c, m, bars, i, turn, zero, a_dL, b_own)
@@ -431,15 +431,18 @@ def scan_intra_bwd_gluon_kernel(
         full_do   do, two places -> all
         empty_do  scan: dq has left -> loading warp
         full_P    P and A * G -> scan
-        read_P    both of the scan have read them -> both, which leave dV in their place
         empty_P   dV has left -> loading warp
-        full_new, full_h, full_v  v_new, S, v -> gradients; S -> scan too, which makes dQ
-        full_Z    scan: dS and Z -> gradients
+        full_new  v_new -> gradients
+        full_h    S and v, a half of the keys and of the values each -> gradients, and the one of
+                  the scan that makes this half of dQ
+        full_Z    both of the scan: dS and Z, so P and A * G have been read -> gradients; both of
+                  the scan, which leave dV in the place of P and A * G
         full_M    gradients: dM -> scan, which makes dQ
         read_do   both of the scan have read do for it -> both, which leave dq in its place
-        used      gradients have read v_new, S, v, Z, dS and q, both of the scan S; what they read
-                  of q stands before `updated`, for which the gradients have waited by then ->
-                  loading warp and scan
+        used      gradients have read a half of S, dS and v, one of the scan this half of S; with
+                  the second, Z and v_new have been read -> loading warp and scan
+        used_q    gradients have read q; what the scan reads of it stands before `updated`, for
+                  which they have waited by then -> loading warp
         updated   the scan reads no k and q of the chunk any more, and has left its part of dgc ->
                   gradients, which leave dk in the place of k
     """
@@ -452,8 +455,8 @@ def scan_intra_bwd_gluon_kernel(
         numbers([4, 64]), numbers([3, 64]),
     )  # fmt: skip
     b = Bars(
-        bars(2, 2), bars(2, 1), bar(1), bars(2, 1), bars(2, 2), bar(1), bar(2), bar(1), bar(1),
-        bar(1), bar(2), bar(2), bar(1), bar(2), bar(3), bar(2),
+        bars(2, 2), bars(2, 1), bar(1), bars(2, 1), bars(2, 2), bar(1), bar(2), bar(1), bars(2, 1),
+        bar(2), bar(1), bar(2), bars(2, 2), bar(1), bar(2),
     )  # fmt: skip
     fence_async_shared()
     descs = q_desc, k_desc, v_desc, P_desc, AG_desc, h_desc, v_new_desc, do_desc
