@@ -293,7 +293,8 @@ def cancel(
     b_rows = rows_s.load(ALONG)[None, :]
     b_PR = warpgroup_mma_wait(0, [b_PR]) * (1.0 if WRITTEN else b_beta)
     # eq:11-cancels   r = sum_j |P_j|^2 |R_j|^2 / |P R|^2
-    sums_s.store(gl.sum(b_P * b_P * b_rows - SCORES * SCORES * (b_PR * b_PR), 1))
+    b_r = gl.sum(b_P * b_P * b_rows, 1) - SCORES * SCORES * gl.sum(b_PR * b_PR, 1)
+    sums_s.store(b_r)
     b_beta = beta_s.load(VECTOR)
     b_x = rows_s.load(VECTOR) - INVERSE * INVERSE * (b_beta * b_beta)
     few = (gl.sum(sums_s.load(VECTOR), 0) <= 0) & (gl.sum(b_x, 0) <= 0)
