@@ -153,15 +153,15 @@ def make_chunks(chunks, given, made, room, gcs, P_desc, A_desc, c_t, skip, find)
         b_P = pairs(qs.index(i), ks.index(i))
         mbarrier.wait(made.empty.index(j), (i_t // 2 & 1) ^ 1)
         leave_blocks(b_S, chunks.gates.index(3 * i + 2), n_s, w_s, u_s, room.D_s, L_s, z)
-        if LOADS:
+        if LOADS and A_desc is not None:
             tma.store_wait(0)
             barrier()  # what was made before has left
         invert_blocks(n_s, w_s, room.D_s, X_s, z)
         if LOADS:
             gates = load_later(chunks, given[0], i_t, gates)
         b_P = warpgroup_mma_wait(0, [b_P])
-        if not LOADS:
-            tma.store_wait(0)
+        if A_desc is not None and not LOADS:
+            tma.store_wait(0)  # the same; `join_blocks` says so to all warps
         b_A, b_G = join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, z)
         k_s = ks.index(next_place(chunks, i_t))
         b_S = pairs(k_s, k_s)
