@@ -285,15 +285,15 @@ def cancel(
     P_s: P.  R_s: R, or without WRITTEN what times diag(beta) is R; both for products.
     beta_s: [64] in fp32.  rows_s, sums_s: [64] in fp32, to work in.
     """
-    b_PR = product(P_s, R_s, gl.full([64, 64], 0.0, gl.float32, MMA), False)
     b_beta = beta_s.load(ALONG)[None, :]
     b_R = R_s.load(MMA).to(gl.float32) * (1.0 if WRITTEN else b_beta)
     rows_s.store(gl.sum(b_R * b_R, 1))
     b_P = P_s.load(MMA).to(gl.float32)
-    b_rows = rows_s.load(ALONG)[None, :]
-    b_PR = warpgroup_mma_wait(0, [b_PR]) * (1.0 if WRITTEN else b_beta)
     # eq:11-cancels   r = sum_j |P_j|^2 |R_j|^2 / |P R|^2
-    b_r = gl.sum(b_P * b_P * b_rows, 1) - SCORES * SCORES * gl.sum(b_PR * b_PR, 1)
+    b_r = gl.sum(b_P * b_P * rows_s.load(ALONG)[None, :], 1)
+    b_PR = product(P_s, R_s, gl.full([64, 64], 0.0, gl.float32, MMA), False)
+    b_PR = warpgroup_mma_wait(0, [b_PR]) * (1.0 if WRITTEN else b_beta)
+    b_r -= SCORES * SCORES * gl.sum(b_PR * b_PR, 1)
     sums_s.store(b_r)
     b_beta = beta_s.load(VECTOR)
     b_x = rows_s.load(VECTOR) - INVERSE * INVERSE * (b_beta * b_beta)
