@@ -224,6 +224,7 @@ CASES = {
         "chunk_fwd", "gdn_fused", "chunk_fwd", {"chunk_fwd": "one"}, 320, 64, 64,
         without=("h0",), more={"output_final_state": False, "keep": False},
     ),
+    "gdn_fwd, V=64": Case("chunk_fwd", "gdn_fused", "chunk_fwd", {"chunk_fwd": "one"}, 320, 64, 64),
     "gdn_fwd, where heads cancel": Case(
         "chunk_fwd", "gdn_fused", "chunk_fwd", {"chunk_fwd": "one"}, dtype=torch.float32,
         kinds={"own": True}, change=one_alike, by=check_found, more={"cancelling": True},
