@@ -31,7 +31,6 @@ from linattn_edu.kernels.gluon.gdn_solve import (
     inverse,
     invert_blocks,
     join_blocks,
-    leave_blocks,
     pairs,
     resolvent,
 )
@@ -152,11 +151,10 @@ def make_chunks(chunks, given, made, room, gcs, P_desc, A_desc, c_t, skip, find)
         L_s, P_s, gc_s = made.inner.index(j), made.Ps.index(j), gcs.index(i)
         b_P = pairs(qs.index(i), ks.index(i))
         mbarrier.wait(made.empty.index(j), (i_t // 2 & 1) ^ 1)
-        leave_blocks(b_S, chunks.gates.index(3 * i + 2), n_s, w_s, u_s, room.D_s, L_s, z)
         if LOADS and A_desc is not None:
             tma.store_wait(0)
             barrier()  # what was made before has left
-        invert_blocks(n_s, w_s, room.D_s, X_s, z)
+        invert_blocks(b_S, chunks.gates.index(3 * i + 2), n_s, w_s, u_s, room.D_s, L_s, X_s, z)
         if LOADS:
             gates = load_later(chunks, given[0], i_t, gates)
         b_P = warpgroup_mma_wait(0, [b_P])
@@ -303,15 +301,12 @@ def chunk_fwd_gluon_kernel(
     As = reinterpret(Xs, k_desc.dtype, [1, BT, BT], tile)
     if WORKERS == 2:
         As = gl.allocate_shared_memory(k_desc.dtype, [1, BT, BT], tile)
+    cube: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     room = Room(
-        Xs,
-        As,
-        gl.allocate_shared_memory(gl.float16, [1, BT, BT], tile),
-        gl.allocate_shared_memory(
-            gl.float32, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-        ),
+        Xs, As, gl.allocate_shared_memory(gl.float16, [1, BT, BT], tile),
+        gl.allocate_shared_memory(gl.float32, [4, 16, 16], cube),
         (numbers([1, BT]), numbers([1, BT]), numbers([1, BT])),
-    )
+    )  # fmt: skip
     out = ring(o_desc, WORKERS)
     gcs = numbers([STAGES, BT])
     rooms = None if cancels_ptr is None else numbers([2 * WORKERS, BT])

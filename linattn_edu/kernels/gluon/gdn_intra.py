@@ -27,7 +27,6 @@ from linattn_edu.kernels.gluon.gdn_solve import (
     inverse,
     invert_blocks,
     join_blocks,
-    leave_blocks,
     resolvent,
     scores,
 )
@@ -109,8 +108,7 @@ def intra_chunk_gluon_kernel(
     fence_async_shared()
     barrier()
     b_S, b_P = scores(q_s, k_s)
-    leave_blocks(b_S, beta_s, n_s, w_s, u_s, D_s, L_s, 0)
-    invert_blocks(n_s, w_s, D_s, X_s, 0)
+    invert_blocks(b_S, beta_s, n_s, w_s, u_s, D_s, L_s, X_s, 0)
     b_A, G = join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, 0)
     R_s = reinterpret(L_s, dtype, [BT, BT], tile)
     R_s.store(resolvent(b_A, G, w_s, u_s).to(dtype))
@@ -188,8 +186,7 @@ def compute_items(P_desc, R_desc, A_desc, m, N, H: gl.constexpr, G: gl.constexpr
         tma.store_wait(0)
         barrier()  # no warp reads q and k any more, nor the copies what was made before
         mbarrier.arrive(m.empty, count=1)
-        leave_blocks(b_S, beta_s, n_s, w_s, u_s, m.D_s, L_s, z)
-        invert_blocks(n_s, w_s, m.D_s, X_s, z)
+        invert_blocks(b_S, beta_s, n_s, w_s, u_s, m.D_s, L_s, X_s, z)
         b_A, b_G = join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, z)
         R_s.store(resolvent(b_A, b_G, w_s, u_s).to(dtype))
         if A_desc is not None:

@@ -156,16 +156,9 @@ def load_tiles(source, m, bars, N, ROW: gl.constexpr, H: gl.constexpr, G: gl.con
                 async_load(source.q_desc, at, bars.full_k, m.qs.index(c))
         # those of the next one are on their way meanwhile
         b_gc, b_beta = gates_of_item(
-            source.gc_ptr,
-            source.beta_ptr,
-            gl.minimum(n + 1, N - 1),
-            o_t,
-            ROW,
-            H,
-            G,
-            BT,
+            source.gc_ptr, source.beta_ptr, gl.minimum(n + 1, N - 1), o_t, ROW, H, G, BT,
             source.items_ptr,
-        )
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -458,12 +451,9 @@ OPTIONS = {n: {"num_warps": 4, "maxnreg": m, **ALLOCATE} for n, m in ((128, 168)
 
 @attempt
 def intra_bwd_gluon(
-    given: tuple[Tensor, ...],
-    out: tuple[Tensor, Tensor, Tensor, Tensor],
-    scale: float,
-    low: tuple[Tensor, Tensor] | None = None,
-    items: Tensor | None = None,
-) -> None:
+    given: tuple[Tensor, ...], out: tuple[Tensor, Tensor, Tensor, Tensor], scale: float,
+    low: tuple[Tensor, Tensor] | None = None, items: Tensor | None = None,
+) -> None:  # fmt: skip
     """Launch intra_chunk_bwd_gluon_kernel on what intra_chunk_bwd is given; it writes dq, dk, dbeta
     and dgc. Tensors [B, T, heads, ...] may be views of some heads. items: of item_at, or None: all.
     """

@@ -188,14 +188,14 @@ def scores(q_s, k_s):
 
 
 @gluon.jit
-def leave_blocks(b_S, beta_s, n_s, w_s, u_s, D_s, L_s, z):
-    """L in blocks of 16: those on the diagonal to D_s, the others to L_s.
+def invert_blocks(b_S, beta_s, n_s, w_s, u_s, D_s, L_s, X_s, z):
+    """The blocks of 16 on L's diagonal inverted in X_s, the others in L_s, for `join_blocks`.
 
     Four warps, all of them at once, as in what follows; nothing is allocated.
 
     b_S: K K^T of `scores`.  beta_s: [64] in fp32, 0 of tokens that are missing.
     n_s, w_s, u_s: [64] in fp32 out: powers of two n, 1 / n, and beta n.
-    D_s: [4, 16, 16] in fp32.  L_s: [64, 64] in fp16, for products.
+    D_s: [4, 16, 16] in fp32, to work in.  L_s, X_s: [64, 64] in fp16, for products.
     z: 0, where a loop is around it a number of which the compiler does not know that it is.
     """
     # eq:delta-kkt   L = diag(beta) tril(K K^T, -1)
@@ -204,32 +204,19 @@ def leave_blocks(b_S, beta_s, n_s, w_s, u_s, D_s, L_s, z):
     b_beta = beta_s.reshape([4, 16]).load(gl.SliceLayout(2, gl.SliceLayout(2, BLOCKS)))
     D_s.store(b_D * -b_beta[:, :, None])
     leave_lower(b_S, w_s, u_s, L_s, z)
-
-
-@gluon.jit
-def invert_blocks(n_s, w_s, D_s, X_s, z):
-    """The blocks on L's diagonal inverted in X_s, [64, 64] in fp16, for `join_blocks`."""
     leave_inverses(substitute(D_s, z), n_s, w_s, X_s, z)
     fence_async_shared()
     barrier()
 
 
 @gluon.jit
-def middle(x, dtype: gl.constexpr):
-    """Columns 16 to 32 and 32 to 48 of a product's result, as operands."""
-    x = gl.permute(gl.reshape(x.to(dtype), [64, 2, 2, 16]), (0, 3, 2, 1))
-    first, last = gl.split(x)
-    mma: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    b_2 = gl.convert_layout(gl.split(first)[1], mma)
-    return b_2, gl.convert_layout(gl.split(last)[0], mma)
-
-
-@gluon.jit
 def times_blocks(x, N_s, acc):
-    """x N + acc, where of x N only the columns and rows 16 to 48 are no zeros."""
-    b_2, b_3 = middle(x, gl.float16)
-    acc = product(b_2, N_s.slice(16, 16), acc)
-    return product(b_3, N_s.slice(32, 16), acc)
+    """Begin acc + x N, where x has more than zeros in columns 0 to 48 and N in rows 16 to 64."""
+    x = gl.permute(gl.reshape(x.to(gl.float16), [64, 2, 2, 16]), (0, 3, 2, 1))
+    layout: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    first, last = gl.split(x)
+    acc = product(gl.convert_layout(gl.split(first)[1], layout), N_s.slice(16, 16), acc)
+    return product(gl.convert_layout(gl.split(last)[0], layout), N_s.slice(32, 16), acc)
 
 
 @gluon.jit

@@ -22,7 +22,6 @@ from linattn_edu.kernels.gluon.gdn_solve import (
     inverse,
     invert_blocks,
     join_blocks,
-    leave_blocks,
     nothing,
 )
 from linattn_edu.kernels.gluon.layouts import ALONG, MMA, ROWS
@@ -358,8 +357,7 @@ def kda_prepare_gluon_kernel(
     X_s = reinterpret(F_s[1], gl.float16, [BT, 64], tile)
     N_s = reinterpret(x_s, gl.float16, [2 * N, BT, 64], tile).index(0)
     P_s, A_s = x_s.index(1), F_s[1]
-    leave_blocks(b_L, beta_s, n_s, w_s, u_s, D_s, L_s, 0)
-    invert_blocks(n_s, w_s, D_s, X_s, 0)
+    invert_blocks(b_L, beta_s, n_s, w_s, u_s, D_s, L_s, X_s, 0)
     b_A, G = join_blocks(b_P, zero_s, P_s, L_s, X_s, N_s, 0)
     # eq:kda-inverse   A = (I + L)^-1
     b_A = inverse(b_A, G, n_s, w_s, False).to(dtype)
