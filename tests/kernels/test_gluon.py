@@ -107,7 +107,7 @@ def programs_of(row):
 SPILLED = {
     "intra_chunk_bwd_gluon_kernel": 128 if support.THIS < (3, 9) else 160,
     "kda_intra_bwd_gluon_kernel": 512,
-    "kda_prepare_gluon_kernel": 0 if support.THIS < (3, 9) else 4,  # of one number
+    "kda_prepare_gluon_kernel": 0 if support.THIS < (3, 9) else 12,  # of three numbers
     "scan_intra_bwd_gluon_kernel": 32,
     "chunk_fwd_gluon_kernel": 300,  # where states are given and returned; else 92, and 144 of 64
     "ssd_bwd_dx_gluon_kernel": 276,
