@@ -105,9 +105,9 @@ MISTAKES = {
          "pass"),
     ],
     ("gdn_fwd", "gdn_solve"): [
-        (Wrong, "output", "product(b_3, N_s.slice(32, 16), acc)", "32", "16"),
+        (Wrong, "output", "layout), N_s.slice(32, 16), acc)", "32", "16"),
         (Wrong, "output", "L_s.slice(32, 32), b_N)", "32, 32", "0, 32"),
-        (Wrong, "output", "gl.convert_layout(gl.split(last)[0], mma)", "0", "1"),
+        (Wrong, "output", "gl.convert_layout(gl.split(last)[0], layout)", "0", "1"),
     ],
     ("gdn_fwd, nothing kept", "gdn_fwd"): [
         (Unfinished, "product", "        b_S = warpgroup_mma_wait(0, [b_S])\n", "0", "1"),
