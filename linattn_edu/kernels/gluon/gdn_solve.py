@@ -225,7 +225,7 @@ def join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, z):
 
     b_P: Q K^T of `scores`.  gc_s: [64] in fp32 (log2), that of the last token where one is missing.
     P_s: [64, 64], for products; its writes have no fence yet.  N_s: [64, 64] in fp16, to work in.
-    After it L_s and X_s can be overwritten.
+    L_s, whose first 16 rows and last 16 columns are 0, and X_s can be overwritten after it.
     """
     zero = gl.full([64, 64], 0.0, gl.float32, MMA)
     # eq:delta-merge   X_21 = -X_22 L_21 X_11: A = (I - N)^-1 X with N = -X L, and N^4 = 0
