@@ -27,6 +27,7 @@ LINE = re.compile(
     re.M,
 )
 BACK = re.compile(r"BRA `\((\.L\w+)\)")
+GROUP = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\w+)")
 # clocks until a result is there; of what is not here OTHER
 LATENCY = {"LDS": 30, "LDSM": 33, "MUFU": 24, "SHFL": 24, "SYNCS": 30}
 OTHER, READ = 20, 12  # READ: until operands may be overwritten
@@ -74,7 +75,7 @@ def loops(code: list[Instruction], labels: dict[str, int]) -> Iterator[list[Inst
 
 def clocks(body: list[Instruction]) -> Counter:
     """Of a turn of the loop, by source line."""
-    now, ready, free, product = 0, [0] * SCOREBOARDS, Counter(), 0
+    now, ready, free, product, groups = 0, [0] * SCOREBOARDS, Counter(), 0, []
     for _ in range(2):  # the second turn waits for what the first one began
         taken = Counter()
         for x in body:
@@ -85,8 +86,9 @@ def clocks(body: list[Instruction]) -> Counter:
                 free[x.name[:3]] = now + UNIT[x.name]
             if x.name == "HGMMA":
                 product = max(now, product) + PRODUCT
-            if x.text.startswith("WARPGROUP.DEPBAR") and product:
-                now = max(now, product + AFTER)
+                groups += [product + AFTER] * ("gsb0" in x.text)
+            if waited := GROUP.match(x.text):  # all groups but so many of the last have ended
+                now = max([now, *groups[: max(0, len(groups) - int(waited[1], 16))][-1:]])
             now += HELD.get(x.name, 0)
             for scoreboard, after in zip(x.sets, (LATENCY.get(x.name, OTHER), READ), strict=True):
                 if scoreboard < SCOREBOARDS:

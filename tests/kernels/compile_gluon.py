@@ -231,8 +231,7 @@ def fwd_forms():
     """
     kernel = gdn_fwd.chunk_fwd_gluon_kernel
     for V, keep, finds in itertools.product(limits.HEADS, (True, False), (False, True)):
-        constants = {"H": 2, "HV": 2, "K": V, "V": V, "REGISTERS": gdn_fwd.REGISTERS[V, keep]}
-        constants |= gdn_fwd.TILES[V]
+        constants = {"H": 2, "HV": 2, "K": V, "V": V} | gdn_fwd.TILES[V]
         columns = {"": CHUNK, "q": V, "k": V, "v": V}
         absent = "cu_ptr", *(("h0_ptr", "ht_ptr") if keep else ("P_desc", "AG_desc"))
         absent = *absent, *(("warmup_ptr",) if V == HEAD or finds else ())

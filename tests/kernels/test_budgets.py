@@ -11,7 +11,7 @@ ROOM = ROOT / "linattn_edu" / "kernels"
 GLUON = ROOM / "gluon"
 FILES = sorted(ROOM.rglob("*.py"))
 # lines; the aim for all is 13,000, and no more than there are today is what holds
-BODY, FILE, ALL = 80, 500, 19_535
+BODY, FILE, ALL = 80, 500, 19_534
 # kernels, and what kernels in Gluon call, with longer bodies -> why they are not parted
 LONGER = {
     "kda_intra_bwd_kernel": "near and far pairs of one row of blocks, whose sums stay in registers",

@@ -33,6 +33,8 @@ def test_products():
     beside = taken(line(PRODUCT), line(PRODUCT), line(WAIT)).total()
     assert apart - beside >= waits.AFTER
     assert beside >= 2 * waits.PRODUCT + waits.AFTER
+    first = taken(line(PRODUCT), line(PRODUCT), line(WAIT.replace("0x0", "0x1"))).total()
+    assert first == beside - waits.PRODUCT
 
 
 @pytest.mark.parametrize("name", ["LDS", "MUFU.EX2", "SHFL.BFLY"])

@@ -332,12 +332,13 @@ def chunk_fwd_gluon_kernel(
     )  # fmt: skip
 
 
-# values -> tiles: three chunks in shared memory, or, so that a multiprocessor has two programs, two
-TILES = {64: {"BT": CHUNK, "BV": BV, "STAGES": 2}, 128: {"BT": CHUNK, "BV": BV, "STAGES": 3}}
+# values -> tiles: three chunks in shared memory, or, for two programs a multiprocessor, two; and
+# registers of a thread that scans: one that only loads keeps 24, those that make P and R the rest
+TILES = {
+    64: {"BT": CHUNK, "BV": BV, "STAGES": 2, "REGISTERS": 112},
+    128: {"BT": CHUNK, "BV": BV, "STAGES": 3, "REGISTERS": 176},
+}
 OPTIONS = {"num_warps": 4, "maxnreg": 128, **ALLOCATE}
-# values, whether P and A * G are kept -> registers of a thread that scans. Of those at the start
-# a warp that only loads keeps 24, the warps that make P and R take the rest
-REGISTERS = {(64, True): 112, (64, False): 112, (128, True): 176, (128, False): 176}
 
 
 @attempt
@@ -357,5 +358,5 @@ def chunk_fwd_gluon(
     chunk_fwd_gluon_kernel[(pieces.N * HV,)](
         descriptor(q, K), descriptor(k, K), descriptor(v, V), *inner, descriptor(o, BV),
         beta, gc, h0, ht, found, scale, warmup, pieces.cu_seqlens, pieces.T, pieces.N, H, HV, K, V,
-        **TILES[V], REGISTERS=REGISTERS[V, AG is not None], **OPTIONS,
+        **TILES[V], **OPTIONS,
     )  # fmt: skip

@@ -242,8 +242,7 @@ def join_blocks(b_P, gc_s, P_s, L_s, X_s, N_s, z):
     b_U = warpgroup_mma_wait(0, [times_blocks(b_N, N_s, b_N)])
     b_U = warpgroup_mma_wait(0, [times_blocks(b_U, N_s, b_N)])
     b_T = operand(plus_identity(b_U, z), gl.float16)
-    b_A = product(b_T, X_s.permute((1, 0)), zero, False)
-    return warpgroup_mma_wait(0, [b_A]), G
+    return warpgroup_mma_wait(0, [product(b_T, X_t, zero, False)]), G
 
 
 @gluon.jit
@@ -280,8 +279,7 @@ def cancel(
     b_r = gl.sum(b_P * b_P * rows_s.load(ALONG)[None, :], 1)
     b_PR = product(P_s, R_s, gl.full([64, 64], 0.0, gl.float32, MMA), False)
     b_PR = warpgroup_mma_wait(0, [b_PR]) * (1.0 if WRITTEN else b_beta)
-    b_r -= SCORES * SCORES * gl.sum(b_PR * b_PR, 1)
-    sums_s.store(b_r)
+    sums_s.store(b_r - SCORES * SCORES * gl.sum(b_PR * b_PR, 1))
     b_beta = beta_s.load(VECTOR)
     b_x = rows_s.load(VECTOR) - INVERSE * INVERSE * (b_beta * b_beta)
     few = (gl.sum(sums_s.load(VECTOR), 0) <= 0) & (gl.sum(b_x, 0) <= 0)
